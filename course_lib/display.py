@@ -1,0 +1,64 @@
+"""What a notebook shows beside figures: tables, and numbers that the prose of the book repeats."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+#: Jupyter Book finds glued values under this prefix; nothing renders it, so a notebook shows nothing.
+_HIDDEN = "application/papermill.record/"
+
+
+def glue(**values: object) -> None:
+    """Hand computed values to the prose: ``glue(peak="28.95 GiB")`` is what ``{glue:text}`peak``` prints in the book.
+
+    Parameters
+    ----------
+    **values
+        Name and value; the value is written as ``str`` gives it.
+    """
+    from IPython.display import display
+
+    for name, value in values.items():
+        metadata = {"scrapbook": {"name": name, "mime_prefix": _HIDDEN}}
+        # Quoted, because the book evaluates what it can: a bare 1,480 would come out as the pair (1, 480).
+        display({f"{_HIDDEN}text/plain": repr(str(value))}, raw=True, metadata=metadata)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> str:
+    """Return an HTML table, its first column the rows' headings.
+
+    Parameters
+    ----------
+    headers : sequence of str
+        One per column.
+    rows : sequence of sequences of str
+        Each as long as ``headers``.
+    caption : str, optional
+        What the table shows.
+
+    Raises
+    ------
+    ValueError
+        If a row is longer or shorter than the headers.
+    """
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"a row has {len(row)} cells, the table {len(headers)} columns: {list(row)!r}")
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headers)
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(first)}</th>'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
+    above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f'<table class="course-table">{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> None:
+    """Display a table (see :func:`table`) with a plain-text form for terminals."""
+    from IPython.display import display
+
+    text = "\n".join(" | ".join(row) for row in [headers, *rows])
+    display({"text/html": table(headers, rows, caption=caption), "text/plain": text}, raw=True)

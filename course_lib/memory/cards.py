@@ -1,0 +1,61 @@
+"""Accelerator cards: how much memory they have and how fast they read it, from their makers' datasheets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_TABLE = Path(__file__).with_name("cards.json")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card.
+
+    Attributes
+    ----------
+    name : str
+        The maker's name with the memory size where there are several.
+    memory_bytes : int
+        The datasheet's gigabytes at 10**9 bytes each. Most cards hold a little more (an 80 GB A100 reports 80 GiB); the
+        difference, up to 7 percent, is left to the driver, error correction and fragmentation.
+    bandwidth_bytes_per_second : int
+        Peak rate of reading that memory.
+    bfloat16 : bool
+        Whether it computes in bfloat16; the others keep bfloat16 weights but want float16 arithmetic.
+    source : str
+        The datasheet's title.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_second: int
+    bfloat16: bool
+    source: str
+
+
+@cache
+def _cards() -> tuple[Card, ...]:
+    rows = json.loads(_TABLE.read_text(encoding="utf-8"))
+    found = [
+        Card(r["name"], int(r["memory_gb"] * 1e9), int(r["bandwidth_gb_per_second"] * 1e9), r["bfloat16"], r["source"])
+        for r in rows
+    ]
+    return tuple(sorted(found, key=lambda card: (card.memory_bytes, card.bandwidth_bytes_per_second)))
+
+
+def cards() -> list[Card]:
+    """Return the known cards, smallest memory first.
+
+    Returns
+    -------
+    list of Card
+        A fresh list; compare an estimate with ``estimate.fits(card.memory_bytes)``.
+
+    Notes
+    -----
+    Used in chapter 01 (notebooks/01-memory.ipynb).
+    """
+    return list(_cards())

@@ -1,0 +1,216 @@
+"""What a model needs in memory to run: weights, cache, activations and workspace, before anything is downloaded.
+
+Derived in chapter 01 (notebooks/01-memory.ipynb). Weights and cache are exact; activations and workspace are estimates
+whose terms are stated in `estimate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from course_lib.memory.architecture import Weight
+from course_lib.memory.counting import Model
+from course_lib.memory.units import DTYPE_BITS, attention_scores_bytes, dtype_name, format_gib, weight_bytes, whole
+
+QUANTIZATIONS = ("int8", "fp4", "nf4", "fp4-double", "nf4-double")
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+ATTENTIONS = ("flash", "eager")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "attention_heads", "num_heads")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of an inference run, in bytes.
+
+    Attributes
+    ----------
+    weights : int
+        All parameters as stored.
+    quantization_constants : int
+        Scales that go with quantised weights.
+    kv_cache : int
+        The cache once all tokens are in it.
+    activations : int
+        The largest set of intermediate tensors alive at one time.
+    workspace : int
+        Copies that the chosen quantisation makes while it multiplies.
+    method : {"closed form", "meta device"}
+        Whether our formulas or the real class on the meta device counted weights and cache.
+    """
+
+    weights: int
+    quantization_constants: int
+    kv_cache: int
+    activations: int
+    workspace: int
+    method: Literal["closed form", "meta device"]
+
+    @property
+    def total(self) -> int:
+        """Everything together, in bytes."""
+        return self.weights + self.quantization_constants + self.kv_cache + self.activations + self.workspace
+
+    def fits(self, available: float) -> bool:
+        """Return whether the total is at most `available` bytes (of a card: ``card.memory_bytes``)."""
+        return self.total <= available
+
+    def __str__(self) -> str:
+        rows = ("weights", "quantization_constants", "kv_cache", "activations", "workspace", "total")
+        lines = [f"{row.replace('_', ' '):<24}{format_gib(getattr(self, row)):>14}" for row in rows]
+        return "\n".join([*lines, f"{'method':<24}{self.method:>14}"])
+
+
+def _choice(value: str | None, argument: str, accepted: tuple[str, ...]) -> str | None:
+    if value is not None and value not in accepted:
+        raise ValueError(
+            f"{argument} must be one of {', '.join(accepted)}{' or None' * (argument != 'attention')}, got {value!r}"
+        )
+    return value
+
+
+def _stored(weights: dict[Weight, int], dtype: str, quantization: str | None) -> tuple[int, int]:
+    """Bytes of the weights and of their constants; only linear matrices are quantised, as bitsandbytes does it."""
+    quantised = {w: n for w, n in weights.items() if quantization and w.kind == "linear"}
+    rest = sum(w.size * n for w, n in weights.items() if w not in quantised)
+    if not quantised or not quantization:
+        return weight_bytes(rest, dtype), 0
+    bits = quantization.removesuffix("-double")
+    stored = weight_bytes(rest, dtype) + sum(weight_bytes(w.size, bits) * n for w, n in quantised.items())
+    if quantization == "int8":
+        return stored, sum(4 * w.rows * n for w, n in quantised.items())
+    constants = 0
+    for weight, count in quantised.items():
+        blocks = -(-weight.size // 64)
+        # Double quantisation: an 8-bit code per block, a float32 per 256 of them and one float32 offset.
+        constants += count * (blocks + 4 * -(-blocks // 256) + 4 if quantization.endswith("-double") else 4 * blocks)
+    return stored, constants
+
+
+def _first(model: Model, names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        value = model.fields.get(name)
+        if isinstance(value, int):
+            return value
+    return default
+
+
+def _activations(model: Model, dtype: str, batch: int, tokens: int, attention: str) -> int:
+    """Peak of one pass over `tokens` tokens of each sequence: the widest layer, or the logits of the last position."""
+    size = DTYPE_BITS[dtype] // 8
+    vocab, hidden = max(((w.rows, w.columns) for w in model.weights if w.kind == "embedding"), default=(0, 0))
+    width = 3 * max((w.columns for w in model.weights if w.kind == "linear"), default=hidden)
+    expert = max((w.columns for w in model.weights if w.kind == "experts"), default=0)
+    if expert:
+        width = max(width, _first(model, _ACTIVE_EXPERTS, 1) * (3 * expert + 2 * hidden))
+    layer = batch * tokens * (2 * hidden + width) * size
+    if attention == "eager" and any(tensor.attention for tensor in model.cached_elements(1)):
+        heads = _first(model, _HEADS, 0)
+        layer += 2 * attention_scores_bytes(heads, tokens, dtype, batch) + attention_scores_bytes(
+            heads, tokens, "float32", batch
+        )
+    return max(layer, batch * vocab * (size + 4)) if tokens else 0
+
+
+def _workspace(model: Model, quantization: str | None, batch_tokens: int) -> int:
+    linears = [w for w in model.weights if w.kind == "linear"]
+    if quantization is None or not linears or not batch_tokens:
+        return 0
+    if quantization == "int8":
+        return 4 * batch_tokens * max(w.rows for w in linears)
+    return (2 + 4) * max(w.size for w in linears)
+
+
+def estimate(
+    model: Any,
+    *,
+    dtype: Any = None,
+    quantization: str | None = None,
+    batch_size: int = 1,
+    prompt_tokens: int = 0,
+    new_tokens: int = 0,
+    attention: str = "flash",
+    kv_cache_dtype: Any = None,
+) -> MemoryEstimate:
+    """Estimate the memory that running a causal language model takes.
+
+    Parameters
+    ----------
+    model : str, path, dict or transformers.PretrainedConfig
+        See `count_parameters`.
+    dtype : str or torch.dtype, optional
+        Data type of weights and activations; the configuration's own by default, bfloat16 if it names none.
+    quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double"}
+        How bitsandbytes stores the weights of linear layers; ``-double`` quantises the constants again. The output head,
+        embeddings, norms, biases and stacked expert tensors stay in `dtype`.
+    batch_size : int
+        Sequences at a time.
+    prompt_tokens, new_tokens : int
+        Tokens of each prompt, and tokens generated after it.
+    attention : {"flash", "eager"}
+        Whether the score matrices are written out.
+    kv_cache_dtype : str or torch.dtype, optional
+        Data type of the cache, `dtype` by default; see `kv_cache_bytes`.
+
+    Returns
+    -------
+    MemoryEstimate
+        In bytes.
+
+    Raises
+    ------
+    FileNotFoundError, TypeError
+        As for `count_parameters`.
+    ValueError
+        If a name or number is not accepted; the message says which are.
+
+    Notes
+    -----
+    Derived in chapter 01 (notebooks/01-memory.ipynb).
+
+    *Quantisation constants*: int8 has one float32 per row, 4 bit one float32 per 64 weights, double quantisation one byte
+    per 64 weights, a float32 per 256 of those and one float32 per matrix.
+
+    *Activations*: the larger of one layer's pass over the prompt, two residual streams and three tensors of the widest
+    matrix's input width (for experts, of all active ones), and the last position's logits with their float32 copy, which
+    is what Transformers' ``generate`` keeps. Eager attention adds one layer's scores before and after softmax and the
+    softmax in float32.
+
+    *Workspace*: int8 has the int32 product of the widest matrix. Four bit has the dequantised largest matrix, once in 16
+    bit and once in float32, Transformers' default compute type.
+    """
+    _choice(quantization, "quantization", QUANTIZATIONS)
+    if _choice(attention, "attention", ATTENTIONS) is None:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got None")
+    batch = whole(batch_size, "batch_size", least=1)
+    prompt, new = whole(prompt_tokens, "prompt_tokens"), whole(new_tokens, "new_tokens")
+    if dtype is not None:
+        dtype_name(dtype)
+    if kv_cache_dtype is not None:
+        dtype_name(kv_cache_dtype, argument="kv_cache_dtype")
+    counted = Model(model)
+    name = dtype_name(dtype) if dtype is not None else _own_dtype(counted)
+    if name not in WEIGHT_DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {name!r}; quantization stores fewer bits"
+        )
+    stored, constants = _stored(counted.weights, name, quantization)
+    tokens = max(prompt, 1 if new else 0)
+    return MemoryEstimate(
+        weights=stored,
+        quantization_constants=constants,
+        kv_cache=counted.cache_bytes(prompt + new, batch, kv_cache_dtype or name, "kv_cache_dtype"),
+        activations=_activations(counted, name, batch, tokens, attention),
+        workspace=_workspace(counted, quantization, batch * tokens),
+        method=counted.method,
+    )
+
+
+def _own_dtype(model: Model) -> str:
+    # An old configuration file says torch_dtype; asking a configuration object for that name logs a warning.
+    for key in ("dtype", "torch_dtype") if model.fields.is_mapping else ("dtype",):
+        value = model.fields.get(key)
+        if value is not None and str(value) != "auto":
+            return dtype_name(value, argument=f"the configuration's {key}")
+    return "bfloat16"

@@ -1,0 +1,157 @@
+"""The real class on the meta device: exact shapes of weights and cache without a byte of storage.
+
+Used where no formula covers a configuration, and by the tests as the truth that every formula must equal. Imports
+torch and transformers, and only when called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from typing import Any, NamedTuple
+
+from course_lib.memory.architecture import Kind, Weight
+from course_lib.memory.config import Fields
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a cache: its number of elements, whether it is float32, whether it holds keys or values."""
+
+    elements: int
+    float32: bool
+    attention: bool
+
+
+def build(fields: Fields) -> Any:
+    """Build the causal language model that a configuration describes on the meta device, in bfloat16.
+
+    Parameters
+    ----------
+    fields : Fields
+        A completed configuration.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        The model in evaluation mode; all its tensors are on the meta device.
+
+    Raises
+    ------
+    ValueError
+        If Transformers has no causal language model for the configuration or cannot build it.
+    """
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = fields.source
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{fields.label}: Transformers has no causal language model for model_type {fields.model_type!r}"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(config, dtype=torch.bfloat16).eval()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{fields.label}: {model_class.__name__} cannot be built from this configuration: {reason}"
+        ) from error
+
+
+def weights(model: Any) -> Counter[Weight]:
+    """Count a model's parameters by shape and kind, tied ones once.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any model, on any device.
+
+    Returns
+    -------
+    Counter of Weight
+        A parameter of more than two dimensions keeps its first as rows.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found: Counter[Weight] = Counter()
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            kind: Kind = "other"
+            if name == "weight" and parameter.ndim == 2:
+                if isinstance(module, nn.Linear | Conv1D):
+                    kind = "head" if module is head else "linear"
+                elif isinstance(module, nn.Embedding):
+                    kind = "embedding"
+            elif parameter.ndim == 3 and "experts" in type(module).__name__.lower():
+                kind = "experts"
+            shape = tuple(parameter.shape)
+            if isinstance(module, Conv1D):
+                shape = shape[::-1]
+            rows = shape[0] if shape else 1
+            found[Weight(rows, parameter.numel() // max(rows, 1), kind)] += 1
+    return found
+
+
+def cached_tensors(model: Any, sequence_length: int) -> list[StoredTensor]:
+    """Run a model forward over `sequence_length` tokens and list what its dynamic cache then holds.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model on the meta device.
+    sequence_length : int
+        Tokens of the one sequence, at least 1.
+
+    Returns
+    -------
+    list of StoredTensor
+        The tensors of all layers, for a batch of one.
+
+    Raises
+    ------
+    ValueError
+        If the model cannot run forward with a layered cache.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    error: Exception | None = None
+    # Some models make tensors while they run and need the default device to be meta; some read values and must not have it.
+    for device in (torch.device("meta"), contextlib.nullcontext()):
+        try:
+            with torch.no_grad(), device:
+                cache = DynamicCache(config=model.config)
+                tokens = torch.zeros((1, sequence_length), dtype=torch.long, device="meta")
+                model(input_ids=tokens, use_cache=True, **{argument: cache})
+            return _tensors(cache)
+        except Exception as reason:
+            error = reason
+    reason_text = " ".join(str(error).split())
+    raise ValueError(
+        f"{type(model).__name__} does not run on the meta device with a layered cache: {reason_text}"
+    ) from error
+
+
+def _tensors(cache: Any) -> list[StoredTensor]:
+    import torch
+
+    found = []
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(tensor, torch.Tensor) and name != "_sliding_window_tensor" and tensor.numel():
+                    found.append(
+                        StoredTensor(tensor.numel(), tensor.dtype == torch.float32, name in ("keys", "values"))
+                    )
+    return found

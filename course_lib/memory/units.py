@@ -1,0 +1,146 @@
+"""Sizes: how many bytes a number of values takes, and how to say so.
+
+Everything is an integer number of bytes; a text for people is always GiB (2**30 bytes). Derived in chapter 01
+(notebooks/01-memory.ipynb).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+GIB = 2**30
+
+# Bits per value. Four-bit names count the codes alone; their constants are counted where the scheme is known.
+DTYPE_BITS: dict[str, int] = {
+    "float64": 64,
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int64": 64,
+    "int32": 32,
+    "int16": 16,
+    "int8": 8,
+    "uint8": 8,
+    "int4": 4,
+    "nf4": 4,
+    "fp4": 4,
+}
+_ALIASES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+def dtype_name(dtype: Any, *, argument: str = "dtype") -> str:
+    """Return the canonical name of a data type.
+
+    Parameters
+    ----------
+    dtype : str or torch.dtype
+        A name such as ``"bfloat16"`` (``"bf16"``, ``"fp16"`` and ``"fp32"`` are understood) or a ``torch.dtype``.
+    argument : str
+        The argument to name in an error.
+
+    Returns
+    -------
+    str
+        A key of ``DTYPE_BITS``.
+
+    Raises
+    ------
+    ValueError
+        If no data type has that name.
+    """
+    name = str(dtype).lower().removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in DTYPE_BITS:
+        raise ValueError(f"{argument} must be one of {', '.join(DTYPE_BITS)} or a torch.dtype, got {dtype!r}")
+    return name
+
+
+def whole(value: Any, argument: str, *, least: int = 0) -> int:
+    """Return `value` as an int, or raise a ValueError that names `argument` and what it accepts."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def weight_bytes(num_parameters: int, dtype: Any) -> int:
+    """Bytes that a number of parameters takes in memory.
+
+    Parameters
+    ----------
+    num_parameters : int
+        How many values, zero or more.
+    dtype : str or torch.dtype
+        Their data type.
+
+    Returns
+    -------
+    int
+        ``num_parameters * bits / 8``, rounded up to a whole byte.
+
+    Raises
+    ------
+    ValueError
+        If `num_parameters` is not a whole number of at least 0 or `dtype` is unknown.
+
+    Notes
+    -----
+    Derived in chapter 01 (notebooks/01-memory.ipynb): X billion parameters take about 4X GB in float32 and 2X GB in
+    bfloat16.
+    """
+    return -(-whole(num_parameters, "num_parameters") * DTYPE_BITS[dtype_name(dtype)] // 8)
+
+
+def attention_scores_bytes(num_heads: int, sequence_length: int, dtype: Any = "bfloat16", batch_size: int = 1) -> int:
+    """Bytes of the score matrices ``[batch, heads, sequence, sequence]`` that plain attention writes out for one layer.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads of the layer.
+    sequence_length : int
+        Queries, and keys, per sequence.
+    dtype : str or torch.dtype
+        Data type of a score.
+    batch_size : int
+        Sequences at a time.
+
+    Returns
+    -------
+    int
+        ``batch_size * num_heads * sequence_length**2`` values, in bytes.
+
+    Raises
+    ------
+    ValueError
+        If a count is not a whole number of at least 0 or `dtype` is unknown.
+
+    Notes
+    -----
+    Derived in chapters 01 and 02 (notebooks/01-memory.ipynb for this one): the quadratic term that
+    flash attention never writes.
+    """
+    heads, length = whole(num_heads, "num_heads"), whole(sequence_length, "sequence_length")
+    return weight_bytes(whole(batch_size, "batch_size") * heads * length * length, dtype)
+
+
+def bytes_to_giga_bytes(n: float) -> float:
+    """Return `n` bytes in GiB (units of 2**30 bytes), as the name of the optimisation guide has it.
+
+    Parameters
+    ----------
+    n : int or float
+        A number of bytes.
+
+    Returns
+    -------
+    float
+        ``n / 2**30``.
+    """
+    return n / GIB
+
+
+def format_gib(n: float) -> str:
+    """Return `n` bytes as a text in GiB with two decimals, for example ``"28.90 GiB"``."""
+    return f"{n / GIB:,.2f} GiB"

