@@ -84,8 +84,7 @@ class Claim:
         """Tell whether a measured value lies within this claim's band."""
         if self.band is not None:
             low, high = self.band
-            value = float(measured)
-            return (low is None or value >= low) and (high is None or value <= high)
+            return _is_number(measured) and (low is None or measured >= low) and (high is None or measured <= high)
         return self._close(True if self.expect is None else self.expect, measured)
 
     def _close(self, expect: Any, measured: Any) -> bool:
@@ -98,12 +97,13 @@ class Claim:
         if isinstance(expect, Sequence) and not isinstance(expect, str):
             return (
                 isinstance(measured, Sequence)
+                and not isinstance(measured, str)
                 and len(expect) == len(measured)
                 and all(map(self._close, expect, measured))
             )
-        if isinstance(expect, bool) or isinstance(measured, bool) or isinstance(expect, str):
-            return type(expect) is type(measured) and expect == measured
-        return bool(abs(measured - expect) <= max(self.tolerance * abs(expect), self.absolute))
+        if not _is_number(expect):
+            return type(expect) is type(measured) and bool(expect == measured)
+        return _is_number(measured) and abs(measured - expect) <= max(self.tolerance * abs(expect), self.absolute)
 
     def band_text(self) -> str:
         """Return the accepted values as text for people."""
@@ -174,11 +174,15 @@ def load(path: Path | None = None) -> dict[str, Claim]:
 
     path = path or claims_path()
     claims: dict[str, Claim] = {}
-    for row in yaml.safe_load(path.read_text(encoding="utf-8")):
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
+    for row in rows if isinstance(rows, list) else [rows]:
         try:
             claim = Claim(**row)
         except TypeError as error:
-            raise ValueError(f"claim {row.get('id')!r} in {path.name}: {error}") from None
+            raise ValueError(f"{path.name} holds a row that is no claim, {row!r:.80}: {error}") from None
         if claim.id in claims:
             raise ValueError(f"claim {claim.id!r} stands twice in {path.name}")
         claims[claim.id] = claim
@@ -280,13 +284,17 @@ def decimals(unit: str) -> int | None:
     return 2 if unit.startswith("GiB") else None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _plain(value: Any) -> Any:
-    """Turn NumPy and torch scalars, tuples and the like into what JSON keeps."""
+    """Turn NumPy and torch scalars and arrays, tuples and the like into what JSON keeps."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, range)):
         return [_plain(item) for item in value]
-    return value.item() if hasattr(value, "item") else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -295,5 +303,5 @@ def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, list):
         for item in value:
             yield from _numbers(item)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif _is_number(value):
         yield value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -57,7 +58,10 @@ def vram(
         "attention": attention,
         "kv_cache_dtype": kv_cache_dtype,
     }
-    found = estimate(model, **wanted)
+    try:
+        found = estimate(model, **wanted)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from None
     chosen = [card for card in cards() if gpu is None or gpu.lower() in card.name.lower()]
     if not chosen:
         raise ValueError(f"--gpu is {gpu!r}; known cards are {', '.join(card.name for card in cards())}")
@@ -70,12 +74,21 @@ def vram(
     _print_estimate(model, sizes, found.method, [(card.name, card.memory_bytes) for card in chosen])
 
 
+def _with_options(message: str) -> str:
+    """Name the options of the command line where the library names its arguments."""
+    options = {"prompt_tokens": "--context", "batch_size": "--batch", "new_tokens": "--new-tokens"}
+    for argument, option in options.items():
+        message = re.sub(rf"\b{argument}\b", option, message)
+    return message
+
+
 def _print_estimate(model: str, sizes: dict[str, int], method: str, cards: list[tuple[str, int]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from course_lib.memory import bytes_to_giga_bytes
 
-    table = Table(title=f"{model}: where the bytes go", caption=f"counted by {method}")
+    table = Table(title=f"{escape(model)}: where the bytes go", caption=f"counted by {method}")
     table.add_column("part")
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
@@ -101,6 +114,7 @@ def _print_estimate(model: str, sizes: dict[str, int], method: str, cards: list[
 @app.command()
 def doctor() -> None:
     """Say what this machine can run, and why not the rest."""
+    from rich.markup import escape
     from rich.table import Table
 
     from course_lib.doctor import examine
@@ -108,7 +122,7 @@ def doctor() -> None:
     table = Table("", "what", "finding", show_header=False)
     findings = examine()
     for finding in findings:
-        table.add_row({True: "[green]yes[/]", False: "[yellow]no[/]"}[finding.ok], finding.what, finding.detail)
+        table.add_row("[green]yes[/]" if finding.ok else "[yellow]no[/]", finding.what, escape(finding.detail))
     _console().print(table)
 
 
@@ -129,10 +143,13 @@ def list_claims(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts.")] = False,
 ) -> None:
     """List the claims of the sources with what the notebooks at hand have measured."""
+    from rich.markup import escape
     from rich.table import Table
 
     from course_lib import claims
 
+    if chapter is not None and chapter not in {claim.chapter for claim in claims.load().values()}:
+        raise ValueError(f"--chapter is {chapter}; the claims belong to chapters 1 to 12")
     measured = {r.claim: r for path in sorted(_checkout().glob("notebooks/*.ipynb")) for r in claims.records(path)}
     rows: list[dict[str, Any]] = []
     for claim in claims.load().values():
@@ -154,7 +171,7 @@ def list_claims(
     table = Table("chapter", "id", "claim", "measured", "verdict")
     for row in rows:
         shown = "" if row["measured"] is None else claims.show(row["measured"])
-        table.add_row(str(row["chapter"]), row["id"], row["claim"], shown, row["verdict"])
+        table.add_row(str(row["chapter"]), row["id"], escape(row["claim"]), shown, row["verdict"])
     _console().print(table)
 
 
@@ -180,6 +197,7 @@ def bench(
 
     root = _checkout()
     results = results or root / "kernels" / "results"
+    results.mkdir(parents=True, exist_ok=True)
     for study in sorted((root / "kernels").glob("*.py")):
         print(f"== {study.name}", flush=True)
         done = subprocess.run([sys.executable, str(study), "--json", str(results)], check=False)
@@ -250,5 +268,5 @@ def main() -> None:
         _fail(message)
     except KeyError as error:
         _fail(error.args[0])
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, ArithmeticError) as error:
         _fail(error)

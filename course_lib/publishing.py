@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 #: The first code cell of every notebook.
@@ -32,11 +34,13 @@ def address(root: Path) -> str:
     """
     import yaml
 
-    config = yaml.safe_load((root / "_config.yml").read_text(encoding="utf-8"))
     try:
-        return str(config["repository"]["url"])
-    except KeyError:
-        raise ValueError("_config.yml has no repository.url, the project's public address") from None
+        url = yaml.safe_load((root / "_config.yml").read_text(encoding="utf-8"))["repository"]["url"]
+    except (KeyError, TypeError, yaml.YAMLError):
+        url = None
+    if not isinstance(url, str) or url.count("/") != 4:
+        raise ValueError("_config.yml has no repository.url of the form https://HOST/OWNER/NAME, the public address")
+    return url
 
 
 def first_cell(root: Path) -> str:
@@ -60,7 +64,7 @@ def change_address(root: Path, url: str) -> list[Path]:
     root : Path
         The checkout.
     url : str
-        ``https://HOST/OWNER/NAME``, without a slash at the end.
+        ``https://HOST/OWNER/NAME``, without ``.git`` or a slash at the end.
 
     Returns
     -------
@@ -72,17 +76,36 @@ def change_address(root: Path, url: str) -> list[Path]:
     ValueError
         If ``url`` has another form.
     """
-    if not re.fullmatch(r"https://[\w.-]+/[\w.-]+/[\w.-]+", url):
+    part = r"[A-Za-z0-9_][\w.-]*"
+    if not re.fullmatch(rf"https://{part}/{part}/{part}", url) or url.endswith(".git"):
         raise ValueError(f"url is {url!r}; a form like https://github.com/owner/name is needed")
-    old, changed = address(root), []
+    old = address(root)
     # Badges name owner/name alone, after the host of the service that shows them.
-    pairs = [(old, url), (old.split("/", 3)[3], url.split("/", 3)[3])]
+    named = re.compile(rf"{re.escape(old)}(?![\w-])|(?<![\w.-]){re.escape(_path(old))}(?![\w-])")
+
+    def renamed(text: str) -> str:
+        return named.sub(lambda match: url if match.group() == old else _path(url), text)
+
+    changed: dict[Path, str] = {}
     for path in followers(root):
         before = path.read_text(encoding="utf-8")
-        after = before
-        for was, now in pairs:
-            after = after.replace(was, now)
+        after = _renamed_cells(before, renamed) if path.suffix == ".ipynb" else renamed(before)
         if after != before:
-            path.write_text(after, encoding="utf-8")
-            changed.append(path)
-    return changed
+            changed[path] = after
+    # The setting comes last: if a file cannot be written, the old address is still known and a second try works.
+    for path in sorted(changed, key=lambda path: path.name == "_config.yml"):
+        path.write_text(changed[path], encoding="utf-8")
+    return list(changed)
+
+
+def _path(url: str) -> str:
+    """Return OWNER/NAME of an address."""
+    return url.split("/", 3)[3]
+
+
+def _renamed_cells(text: str, renamed: Callable[[str], str]) -> str:
+    """Change the cells' sources of a notebook; outputs are what was measured, and may hold any bytes."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        cell["source"] = [renamed(line) for line in cell["source"]]
+    return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"

@@ -241,3 +241,24 @@ def test_record_is_displayed_once_even_as_the_last_value_of_a_cell(ledger: dict[
     with capture_output() as captured:
         shell.run_cell("from course_lib import claims\nclaims.check('weights', 4)")
     assert len(captured.outputs) == 1
+
+
+@pytest.mark.parametrize("value", [None, "4", "x", [4], True, {"a": 4}])
+@pytest.mark.parametrize("claim_id", ["weights", "share"])
+def test_what_is_no_number_does_not_pass_for_one(ledger: dict[str, Claim], claim_id: str, value: object) -> None:
+    with pytest.raises(AssertionError, match="expected"):
+        claims.check(claim_id, value)
+
+
+def test_an_array_is_compared_value_by_value() -> None:
+    claim = make(expect=[1, 2])
+    assert claim.accepts(claims._plain(np.array([1, 2])))
+    assert not claim.accepts(claims._plain(np.array([1, 3])))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "3", "- {id: x}", "- {id: x, colour: red}"])
+def test_a_file_of_claims_that_is_none_is_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "claims.yml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"claims\.yml"):
+        claims.load(path)

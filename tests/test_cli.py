@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from course_lib.memory.config import PUBLISHED_DIR as PUBLISHED
+
 #: Puts the command line's interpreter where torch and transformers are not installed.
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
 
@@ -59,9 +61,12 @@ def test_json_adds_up_and_answers_for_one_card():
     ("arguments", "words"),
     [
         (["vram", "nonsense"], ["nonsense", "octocoder"]),
-        (["vram", "octocoder", "--context", "-1"], ["-1"]),
+        (["vram", "octocoder", "--context", "-1"], ["--context", "-1"]),
+        (["vram", "m/[/foo]"], ["m/[/foo]"]),
+        (["claims", "--chapter", "99"], ["99", "1 to 12"]),
+        (["bench", "--results", f"{__file__}/x"], ["test_cli.py"]),
         (["vram", "octocoder", "--context", "many"], ["--context", "integer"]),
-        (["vram", "octocoder", "--batch", "0"], ["0"]),
+        (["vram", "octocoder", "--batch", "0"], ["--batch", "0"]),
         (["vram", "octocoder", "--dtype", "float17"], ["float17", "bfloat16"]),
         (["vram", "octocoder", "--quantization", "int3"], ["int3", "int8"]),
         (["vram", "octocoder", "--attention", "magic"], ["magic", "flash"]),
@@ -95,6 +100,13 @@ def test_bad_configuration_file_is_one_line(tmp_path, content, words):
     line = refused("vram", str(path))
     for word in words:
         assert word in line
+
+
+def test_a_path_that_looks_like_markup_is_shown_as_it_is(tmp_path):
+    folder = tmp_path / "[bold]y"
+    folder.mkdir()
+    (folder / "config.json").write_text((PUBLISHED / "octocoder.json").read_text(encoding="utf-8"), encoding="utf-8")
+    assert "[bold]y" in "".join(course("vram", str(folder)).stdout.split())
 
 
 def test_int4_cache_on_a_model_without_attention_is_one_line(tmp_path):

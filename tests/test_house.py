@@ -150,20 +150,54 @@ def test_all_files_agree_on_the_address():
     assert address.split("/", 3)[3] in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_changing_the_address_changes_every_mention(tmp_path):
+@pytest.fixture
+def tree(tmp_path):
     for path in publishing.followers(ROOT):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
-    old = publishing.address(ROOT).split("/", 3)[3]
-    publishing.change_address(tmp_path, "https://example.org/someone/elsewhere")
-    assert publishing.address(tmp_path) == "https://example.org/someone/elsewhere"
-    for path in publishing.followers(tmp_path):
-        text = path.read_text(encoding="utf-8")
-        assert old not in text
-        assert not text.count(publishing.address(ROOT))
+    return tmp_path
+
+
+def contents(root: Path) -> dict[Path, str]:
+    return {path.relative_to(root): path.read_text(encoding="utf-8") for path in publishing.followers(root)}
+
+
+@pytest.mark.parametrize("url", ["https://example.org/someone/elsewhere", "{old}-two", "https://a.b/c/d"])
+def test_changing_the_address_changes_every_mention_and_back_again(tree, url):
+    old, before = publishing.address(ROOT), contents(ROOT)
+    url = url.format(old=old)
+    publishing.change_address(tree, url)
+    assert publishing.address(tree) == url
+    for path, text in contents(tree).items():
+        assert text.count(url.split("/", 3)[3]) >= before[path].count(old.split("/", 3)[3])
+        assert old.split("/", 3)[3] not in text.replace(url.split("/", 3)[3], "")
+    publishing.change_address(tree, old)
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize(
+    "url", ["github.com/no/scheme", "https://../../..", "https://github.com/a/b.git", "https://github.com/a/b/", "x"]
+)
+def test_an_address_of_another_form_changes_nothing(tree, url):
     with pytest.raises(ValueError, match="owner/name is needed"):
-        publishing.change_address(tmp_path, "github.com/no/scheme/")
+        publishing.change_address(tree, url)
+    assert contents(tree) == contents(ROOT)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_setting(tree):
+    (tree / "README.md").unlink()
+    (tree / "README.md").mkdir()
+    with pytest.raises(OSError, match="README"):
+        publishing.change_address(tree, "https://example.org/a/b")
+    assert publishing.address(tree) == publishing.address(ROOT)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "repository: {url: null}", "repository: 3"])
+def test_a_missing_setting_is_one_sentence(tmp_path, text):
+    (tmp_path / "_config.yml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no repository\.url"):
+        publishing.address(tmp_path)
 
 
 # ---- notebooks ----------------------------------------------------------------------------------------------------

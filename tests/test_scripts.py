@@ -42,9 +42,33 @@ def test_old_python_is_one_line(tmp_path):
     assert not (tmp_path / "v").exists()
 
 
-def test_broken_environment_is_one_line(tmp_path):
-    (tmp_path / "v" / "bin").mkdir(parents=True)
-    assert_one_line(run_environment(str(tmp_path / "v"), "all"), "does not start", "remove it")
+def test_broken_environment_is_one_line_with_the_whole_path(tmp_path):
+    folder = tmp_path / "with space" / "v"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "pyvenv.cfg").touch()
+    assert_one_line(run_environment(str(folder), "all"), "does not start", f"rm -rf '{folder}'")
+
+
+def test_a_folder_that_is_no_environment_is_never_recommended_for_removal(tmp_path):
+    (tmp_path / "precious").mkdir()
+    for folder in (tmp_path / "precious", ROOT, ROOT.parent):
+        done = run_environment(str(folder), "all")
+        assert_one_line(done, str(folder))
+        assert "rm " not in done.stderr
+
+
+def test_missing_arguments_are_one_line():
+    assert_one_line(run_environment(), "environment.py .venv all")
+    assert_one_line(run_environment("", "all"), "environment.py .venv all")
+
+
+def test_old_pythons_can_read_the_script_far_enough_to_say_so():
+    import ast
+
+    tree = ast.parse((ROOT / "book" / "scripts" / "environment.py").read_text(encoding="utf-8"), feature_version=(3, 6))
+    for node in ast.walk(tree):
+        for annotation in [getattr(node, "annotation", None), getattr(node, "returns", None)]:
+            assert isinstance(annotation, ast.Name | ast.Constant | None)
 
 
 def test_missing_network_is_one_line_and_leaves_no_stamp(tmp_path):
@@ -57,23 +81,39 @@ def test_missing_network_is_one_line_and_leaves_no_stamp(tmp_path):
 def test_full_disk_is_one_line(tmp_path, monkeypatch):
     assert "disk is full" in environment.explain(["ERROR: Could not install: [Errno 28] No space left on device"])
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    monkeypatch.setattr(environment, "installed_torch", lambda _: None)
+    monkeypatch.setattr(environment, "installed_torch", lambda _: "")
     with pytest.raises(SystemExit, match=r"disk has 0\.00 GiB free"):
         environment.install(Path(sys.executable), "all", False)
 
 
-def test_torch_that_is_installed_stays(monkeypatch):
-    monkeypatch.setattr(environment, "installed_torch", lambda _: "2.12.1+cu130")
-    lines = environment.constraints(Path(sys.executable), oldest=False).splitlines()
+def test_torch_that_is_installed_stays():
+    lines = environment.constraints("2.12.1+cu130", oldest=False).splitlines()
     assert "torch==2.12.1+cu130" in lines
     assert sum(line.startswith("torch==") for line in lines) == 1
     assert not any(line.startswith("triton==") for line in lines)
 
 
 def test_oldest_versions_replace_the_pins():
-    lines = environment.constraints(Path(sys.executable), oldest=True).splitlines()
+    lines = environment.constraints("", oldest=True).splitlines()
     assert {"torch==2.11.0", "transformers==5.17.0", "triton==3.6.0"} <= set(lines)
     assert sum(line.startswith(("torch==", "transformers==", "triton==")) for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            ["ERROR: Could not find a version that satisfies the requirement x (from versions: none)"],
+            "from versions: none",
+        ),
+        (["WARNING: Retrying: Failed to establish a new connection"], "no network"),
+        (["ERROR: ResolutionImpossible: a and b"], "ResolutionImpossible"),
+        ([], "no reason given"),
+    ],
+)
+def test_pips_complaint_becomes_one_line(log, words):
+    assert words in environment.explain(log)
+    assert "\n" not in environment.explain(log)
 
 
 # ---- the execution cache --------------------------------------------------------------------------------------------
@@ -134,6 +174,46 @@ def test_versions_and_claims_are_part_of_the_key(small_tree, change):
     before = build.key_of(notebook, ["memory"])
     append(small_tree.parents[1] / change, "\n# changed\n")
     assert build.key_of(notebook, ["memory"]) != before
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "{}", '{"metadata": {"course": {}}, "cells": [], "nbformat": 4, "nbformat_minor": 5}']
+)
+def test_a_damaged_executed_copy_is_made_again(small_tree, damage):
+    copy = build.executed_path(small_tree)
+    copy.parent.mkdir(parents=True)
+    copy.write_text(damage, encoding="utf-8")
+    assert not build.is_current(small_tree)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "{}", None])
+def test_a_notebook_that_cannot_be_read_is_named(small_tree, damage):
+    small_tree.unlink()
+    if damage is not None:
+        small_tree.write_text(damage, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"notebooks.01-small\.ipynb cannot be read"):
+        build.read(small_tree)
+
+
+def test_a_kernel_that_dies_is_named(small_tree):
+    from rich.console import Console
+
+    notebook = nbformat.read(small_tree, as_version=4)
+    notebook.cells[1].source = "import os\nos._exit(1)"
+    nbformat.write(notebook, small_tree)
+    with pytest.raises(RuntimeError, match=r"01-small\.ipynb: the kernel died"):
+        build.execute_stale(Console(quiet=True))
+
+
+def test_contents_are_read_as_yaml(small_tree):
+    toc = small_tree.parents[1] / "_toc.yml"
+    toc.write_text(
+        "root: a\nparts:\n- chapters:\n  # - file: notebooks/00-old\n  - file: ./notebooks/01-small\n", encoding="utf-8"
+    )
+    assert build.notebooks() == [small_tree]
+    toc.write_text("root: a\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="names no notebook"):
+        build.notebooks()
 
 
 def test_failing_notebook_leaves_no_executed_copy(small_tree):

@@ -14,18 +14,19 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import yaml
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -53,10 +54,46 @@ print(_json.dumps({"rooms": sorted({n.split(".")[1] for n in _sys.modules if n.s
 
 
 def notebooks() -> list[Path]:
-    """Return the notebooks of the book, in the order of its contents."""
-    toc = (ROOT / "_toc.yml").read_text(encoding="utf-8")
-    names = re.findall(r"file:\s*(notebooks/[\w/-]+)", toc)
-    return [ROOT / f"{name.removesuffix('.ipynb')}.ipynb" for name in names]
+    """Return the notebooks of the book, in the order of its contents.
+
+    Raises
+    ------
+    ValueError
+        If the contents name no notebook.
+    """
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    names = [name for name in _files(toc) if "notebooks" in Path(name).parts]
+    if not names:
+        raise ValueError("_toc.yml names no notebook")
+    return [(ROOT / name).with_suffix(".ipynb") for name in names]
+
+
+def _files(entry: Any) -> Iterator[str]:
+    if isinstance(entry, list):
+        for item in entry:
+            yield from _files(item)
+    elif isinstance(entry, dict):
+        if "file" in entry:
+            yield str(entry["file"])
+        for value in entry.values():
+            yield from _files(value)
+
+
+def read(path: Path) -> Any:
+    """Read a notebook.
+
+    Raises
+    ------
+    ValueError
+        If the file is missing or is no notebook.
+    """
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except Exception as error:  # nbformat lets errors of JSON, of the schema and of missing keys through
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{path.relative_to(ROOT)} cannot be read as a notebook: {reason}") from error
+    return notebook
 
 
 def code_of(notebook: Any) -> list[str]:
@@ -86,12 +123,12 @@ def executed_path(path: Path) -> Path:
 
 
 def is_current(path: Path) -> bool:
-    """Tell whether a notebook's executed copy was made from what is here now."""
-    done = executed_path(path)
-    if not done.exists():
+    """Tell whether a notebook's executed copy was made from what is here now; a damaged copy was not."""
+    try:
+        record = read(executed_path(path)).metadata["course"]
+        return bool(record["key"] == key_of(read(path), record["rooms"]))
+    except (ValueError, KeyError, TypeError):
         return False
-    record = nbformat.read(done, as_version=4).metadata.get("course", {})
-    return bool(record) and record["key"] == key_of(nbformat.read(path, as_version=4), record["rooms"])
 
 
 def execute(path: Path, progress: Progress) -> None:
@@ -102,7 +139,7 @@ def execute(path: Path, progress: Progress) -> None:
     CellExecutionError
         If a cell fails; nothing is written then.
     """
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -159,7 +196,12 @@ def execute_stale(console: Console) -> int:
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         for path in stale:
-            execute(path, progress)
+            try:
+                execute(path, progress)
+            except DeadKernelError:
+                raise RuntimeError(
+                    f"{path.relative_to(ROOT)}: the kernel died; a machine short of memory does that"
+                ) from None
     total = len(notebooks())
     console.print(f"executed {len(stale)} of {total} notebooks; the others were up to date")
     return len(stale)
@@ -201,7 +243,7 @@ def build(output: Path, console: Console, outputs: str = "executed") -> Path:
 def store(console: Console) -> None:
     """Write the executed outputs into the notebooks, leaving alone what changed in nothing but date and machine."""
     for path in notebooks():
-        old, new = nbformat.read(path, as_version=4), nbformat.read(executed_path(path), as_version=4)
+        old, new = read(path), read(executed_path(path))
         new.metadata.pop("course", None)
         new.cells = [
             before if steady(before) == steady(after) else after

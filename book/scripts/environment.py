@@ -1,13 +1,14 @@
 """Make or repair the course's virtual environment with nothing but the standard library; say what is wrong in one line.
 
-Called by the Makefile with any Python. The environment is installed anew only when what it is made from has changed.
+Called by the Makefile with any Python, so annotations that old Pythons cannot evaluate are quoted. The environment is
+installed anew only when what it is made from has changed.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def python_of(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if platform.system() == "Windows" else "bin/python")
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command: "list[str]") -> "subprocess.CompletedProcess[str]":
     """Run a command, its output captured."""
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -45,50 +46,52 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def works(python: Path) -> bool:
     """Tell whether an environment's interpreter starts, is new enough and has pip."""
     try:
-        version = f"import sys, pip; sys.exit(sys.version_info < {OLDEST})"
-        return run([str(python), "-c", version]).returncode == 0
+        return run([str(python), "-c", f"import sys, pip; sys.exit(sys.version_info < {OLDEST})"]).returncode == 0
     except OSError:
         return False
 
 
-def installed_torch(python: Path) -> str | None:
-    """Return the version of torch that the environment already has."""
+def installed_torch(python: Path) -> str:
+    """Return the version of torch that the environment already has, or an empty string."""
     found = run([str(python), "-c", "from importlib.metadata import version; print(version('torch'))"])
-    return found.stdout.strip() if found.returncode == 0 else None
+    return found.stdout.strip() if found.returncode == 0 else ""
 
 
 def create(folder: Path) -> Path:
     """Make the environment where it is missing, and return its interpreter."""
+    if folder == ROOT or folder in ROOT.parents:
+        fail(f"VENV is {shlex.quote(str(folder))}, which holds the course; name a folder for the environment alone.")
     python = python_of(folder)
     if folder.exists():
+        if not (folder / "pyvenv.cfg").exists():
+            fail(
+                f"{shlex.quote(str(folder))} is there and is no virtual environment; choose another name (make VENV=...)."
+            )
         if not works(python):
             fail(
-                f"the virtual environment {folder.name} does not start or has no pip with Python 3.11 or newer; "
-                f"remove it (rm -rf {folder.name}) and run again."
+                f"the virtual environment {folder.name} does not start, or lacks pip or Python 3.11: remove it "
+                f"(rm -rf {shlex.quote(str(folder))}) and run again."
             )
         return python
     print(f"course: making {folder.name} with Python {platform.python_version()}", flush=True)
     made = run([sys.executable, "-m", "venv", str(folder)])
     if made.returncode:
-        shutil.rmtree(folder, ignore_errors=True)
-        reason = (made.stderr or made.stdout).strip().split("\n")[-1]
-        fail(f"could not make {folder.name}: {reason} (on Debian and Ubuntu the package python3-venv is needed).")
+        shutil.rmtree(str(folder), ignore_errors=True)
+        said = (made.stderr + made.stdout).strip()
+        advice = " Debian and Ubuntu want the package python3-venv." if "ensurepip" in said else ""
+        fail(f"could not make {folder.name}: {said.splitlines()[-1] if said else 'no reason given'}.{advice}")
     return python
 
 
-def constraints(python: Path, oldest: bool) -> str:
+def constraints(torch: str, oldest: bool) -> str:
     """Return the constraints to install with: the course's own, less what the user's torch settles."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {}
     if oldest:
         pins = OLDEST_VERSIONS
-    elif torch := installed_torch(python):
+    elif torch:
         # Each torch needs a Triton of its own, so its requirement decides, not our pin.
         pins = {"torch": torch, "triton": ""}
-        print(f"course: keeping the torch {torch} that is installed", flush=True)
-    else:
-        pins = {}
-        if platform.system() == "Linux" and not shutil.which("nvidia-smi"):
-            print("course: no NVIDIA card seen; the README tells how to avoid gigabytes of CUDA with torch", flush=True)
     kept = [line for line in lines if line.partition("==")[0] not in pins]
     return "\n".join([*kept, *(f"{name}=={version}" for name, version in pins.items() if version)]) + "\n"
 
@@ -96,66 +99,54 @@ def constraints(python: Path, oldest: bool) -> str:
 def install(python: Path, extras: str, oldest: bool) -> None:
     """Install the course with its extras, unless the same was installed before."""
     folder = python.parents[1]
-    made_from = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()
     torch = installed_torch(python)
-    stamp = folder / "course.stamp"
+    made_from = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()
     key = hashlib.sha256(made_from + f"{extras} {ROOT}".encode()).hexdigest()
-    if torch and stamp.exists() and stamp.read_text(encoding="utf-8") == f"{key} {torch}":
+    stamp = folder / "course.stamp"
+    if torch and stamp.exists() and stamp.read_bytes() == f"{key} {torch}".encode():
         return
-    free = shutil.disk_usage(ROOT).free
+    free = shutil.disk_usage(str(ROOT)).free
     if not torch and free < FREE_BYTES:
         fail(f"the disk has {free / 2**30:.2f} GiB free; the environment needs {FREE_BYTES / 2**30:.2f} GiB.")
+    if torch and not oldest:
+        print(f"course: keeping the torch {torch} that is installed", flush=True)
+    elif platform.system() == "Linux" and not shutil.which("nvidia-smi"):
+        print("course: no NVIDIA card seen; the README tells how to get torch without CUDA", flush=True)
     chosen = folder / "constraints.txt"
-    chosen.write_text(constraints(python, oldest), encoding="utf-8")
+    chosen.write_text(constraints(torch, oldest), encoding="utf-8")
     print("course: installing the packages (minutes the first time)", flush=True)
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--quiet",
-        "--constraint",
-        str(chosen),
-    ]
-    process = subprocess.Popen(
-        [*command, "--editable", f"{ROOT}[{extras}]"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    log = []
-    for line in process.stdout or ():
-        log.append(line.rstrip())
-    if process.wait():
-        fail(explain(log))
-    stamp.write_text(f"{key} {installed_torch(python)}", encoding="utf-8")
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    done = run([*command, "--constraint", str(chosen), "--editable", f"{ROOT}[{extras}]"])
+    if done.returncode:
+        fail(explain((done.stdout + done.stderr).splitlines()))
+    stamp.write_bytes(f"{key} {installed_torch(python)}".encode())
 
 
-def explain(log: list[str]) -> str:
+def explain(log: "list[str]") -> str:
     """Turn pip's complaint into one line."""
     text = "\n".join(log).lower()
     signs = ("max retries", "newconnectionerror", "name resolution", "failed to establish", "connection refused")
     if "no space left" in text:
-        return f"the disk is full ({shutil.disk_usage(ROOT).free / 2**30:.2f} GiB free); free some space and run again."
-    if any(sign in text for sign in signs) or "from versions: none" in text:
+        return f"the disk is full ({shutil.disk_usage(str(ROOT)).free / 2**30:.2f} GiB free); free some space and run again."
+    # hatchling comes first and runs everywhere: not to find any version of it is not to reach the index.
+    if any(sign in text for sign in signs) or re.search(r"hatchling\S* \(from versions: none\)", text):
         return (
             "no network: the Python packages could not be downloaded; connect once and run again, later runs need none."
         )
-    errors = [line for line in log if line.lower().startswith("error")]
+    errors = [line.strip() for line in log if line.strip().startswith("ERROR")]
     return f"pip could not install the packages: {(errors or log[-1:] or ['no reason given'])[0]}"
 
 
 def main() -> None:
-    """Make the environment named by the arguments: FOLDER EXTRAS [--oldest]."""
+    """Make the environment that the arguments name: FOLDER EXTRAS [--oldest]."""
     if sys.version_info < OLDEST:
-        fail(
-            f"Python {platform.python_version()} is too old; Python 3.11 or newer is needed (make PYTHON=python3.12 ...)."
-        )
-    folder = Path(os.path.abspath(sys.argv[1]))
+        fail(f"Python {platform.python_version()} is too old; 3.11 or newer is needed (make PYTHON=python3.12 ...).")
+    if len(sys.argv) < 3 or not sys.argv[1]:
+        fail("name a folder and the extras, as the Makefile does: environment.py .venv all")
     try:
-        install(create(folder), sys.argv[2], "--oldest" in sys.argv)
+        install(create(Path(os.path.abspath(sys.argv[1]))), sys.argv[2], "--oldest" in sys.argv)
     except OSError as error:
-        if error.errno == 28:
-            fail("the disk is full; free some space and run again.")
-        raise
+        fail("the disk is full; free some space and run again." if error.errno == 28 else str(error))
     except KeyboardInterrupt:
         fail("stopped; run again to go on.")
 
