@@ -93,6 +93,7 @@ def _print_estimate(model: str, sizes: dict[str, int], method: str, cards: list[
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
     for part, size in sizes.items():
+        name = part.replace("_", " ").replace("kv", "KV").replace("quantization", "quantisation")
         style = "bold" if part == "total" else ""
         share = f"{100 * size / sizes['total']:.1f} %"
         table.add_row(
@@ -119,9 +120,9 @@ def doctor() -> None:
 
     from course_lib.doctor import examine
 
-    table = Table("", "what", "finding", show_header=False)
-    findings = examine()
-    for finding in findings:
+    table = Table("", "what", show_header=False)
+    table.add_column("finding", overflow="fold")
+    for finding in examine():
         table.add_row("[green]yes[/]" if finding.ok else "[yellow]no[/]", finding.what, escape(finding.detail))
     _console().print(table)
 
@@ -134,7 +135,7 @@ def models_fetch(
     """Download, verify and convert a model once; afterwards nothing needs a network."""
     from course_lib.models import fetch
 
-    print(f"{name}: ready in {fetch(name, force=force)}")
+    print(f"{name}: ready in {fetch(name, force=force, verify=True)}")
 
 
 @app.command("claims")
@@ -227,9 +228,12 @@ def exercises_grade(
     """Grade submissions against the visible and hidden tests."""
     from rich.progress import track
 
-    from course_lib.exercises.grading import grade, rows, table, write_feedback
+    from course_lib.exercises.grading import grade
+    from course_lib.exercises.results import rows, table, write_feedback
 
     console = _console(stderr=True)
+    if feedback:
+        feedback.mkdir(parents=True, exist_ok=True)
     results = grade(folder, progress=lambda paths, total: track(paths, "grading", total=total, console=console))
     if feedback:
         write_feedback(results, feedback)

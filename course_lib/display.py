@@ -25,14 +25,14 @@ def glue(**values: object) -> None:
         display({f"{_HIDDEN}text/plain": repr(str(value))}, raw=True, metadata=metadata)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> str:
+def table(headers: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str = "") -> str:
     """Return an HTML table, its first column the rows' headings.
 
     Parameters
     ----------
-    headers : sequence of str
-        One per column.
-    rows : sequence of sequences of str
+    headers : sequence
+        One per column, written as ``str`` gives it; so are the cells.
+    rows : sequence of sequences
         Each as long as ``headers``.
     caption : str, optional
         What the table shows.
@@ -42,23 +42,35 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str
     ValueError
         If a row is longer or shorter than the headers.
     """
-    for row in rows:
-        if len(row) != len(headers):
-            raise ValueError(f"a row has {len(row)} cells, the table {len(headers)} columns: {list(row)!r}")
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headers)
+    (names, *lines) = _cells(headers, rows)
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
     body = "".join(
         f'<tr><th scope="row">{html.escape(first)}</th>'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
         + "</tr>"
-        for first, *rest in rows
+        for first, *rest in lines
     )
     above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f'<table class="course-table">{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> None:
+def forms(headers: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str = "") -> dict[str, str]:
+    """Return a table (see :func:`table`) by media type: HTML, and plain text for terminals."""
+    lines = [" | ".join(line) for line in _cells(headers, rows)]
+    text = "\n".join([caption, *lines] if caption else lines)
+    return {"text/html": table(headers, rows, caption=caption), "text/plain": text}
+
+
+def show_table(headers: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str = "") -> None:
     """Display a table (see :func:`table`) with a plain-text form for terminals."""
     from IPython.display import display
 
-    text = "\n".join(" | ".join(row) for row in [headers, *rows])
-    display({"text/html": table(headers, rows, caption=caption), "text/plain": text}, raw=True)
+    display(forms(headers, rows, caption=caption), raw=True)
+
+
+def _cells(headers: Sequence[object], rows: Sequence[Sequence[object]]) -> list[list[str]]:
+    """Return headers and rows as text."""
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"a row has {len(row)} cells, the table {len(headers)} columns: {list(row)!r}")
+    return [[str(cell) for cell in row] for row in (headers, *rows)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import platform
 import shutil
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 
 from course_lib import machine
+from course_lib.models import cache_dir, cached
 
 #: What a chapter's experiments need at most, and what the model takes on disk while it is converted.
 MEMORY_BYTES = 4 * 2**30
@@ -33,7 +34,8 @@ def examine() -> list[Finding]:
         In the order in which a reader would meet the need.
     """
     memory = machine.memory_bytes()
-    free = shutil.disk_usage(".").free
+    place = cache_dir().absolute()
+    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
     return [
         Finding("Python 3.11 or newer", True, platform.python_version()),
         Finding(
@@ -41,7 +43,7 @@ def examine() -> list[Finding]:
             memory is None or memory >= MEMORY_BYTES,
             "the system does not tell" if memory is None else f"{memory / 2**30:.2f} GiB",
         ),
-        Finding("disk for the model", free >= DISK_BYTES, f"{free / 2**30:.2f} GiB free here"),
+        Finding("disk for the model", free >= DISK_BYTES, f"{free / 2**30:.2f} GiB free for {place}"),
         *_packages(),
         *_card(),
         _model(),
@@ -50,15 +52,11 @@ def examine() -> list[Finding]:
 
 
 def _version(package: str) -> str | None:
-    """Return a package's version if it imports; importing is the only proof that it works here."""
-    logging.disable(logging.WARNING)  # bitsandbytes logs a missing optional package on import
+    """Return the version of an installed package, None if it is not there; importing them all would take ten seconds."""
     try:
-        module = importlib.import_module(package)
-    except Exception:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-    return str(getattr(module, "__version__", "")) or None
+        return metadata.version(package) if find_spec(package) else None
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def _packages() -> list[Finding]:
@@ -77,10 +75,11 @@ def _packages() -> list[Finding]:
 
 
 def _card() -> list[Finding]:
-    if not _version("torch"):
-        return [Finding("CUDA card", False, "PyTorch is missing")]
-    import torch
-
+    try:
+        import torch
+    except Exception as error:  # missing, or libraries that do not load
+        reason = " ".join(str(error).split())
+        return [Finding("CUDA card", False, f"PyTorch does not import: {reason}")]
     if not torch.cuda.is_available():
         built = (
             "this PyTorch is a CPU build" if torch.version.cuda is None else "PyTorch sees no card (nvidia-smi tells)"
@@ -97,8 +96,6 @@ def _card() -> list[Finding]:
 
 
 def _model() -> Finding:
-    from course_lib.models import cached
-
     folder = cached("smollm2-135m")
     return Finding(
         "the model, offline", folder is not None, str(folder or "course models fetch downloads it once (98 MB)")

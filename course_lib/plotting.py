@@ -70,11 +70,13 @@ def show(made: Figure, alt: str, *, caption: str = "") -> None:
     import matplotlib.pyplot as plt
     from IPython.display import HTML, display
 
-    if len(alt.split()) < 5:
-        raise ValueError(f"alt is {alt!r}; a sentence that says what the figure shows is needed")
     buffer = io.BytesIO()
-    made.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    plt.close(made)
+    try:
+        if not isinstance(alt, str) or len(alt.split()) < 5:
+            raise ValueError(f"alt is {alt!r}; a sentence that says what the figure shows is needed")
+        made.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    finally:
+        plt.close(made)  # a figure left open is shown again, without description, at the end of the cell
     display(HTML(_tag(buffer.getvalue(), alt, caption)))
 
 

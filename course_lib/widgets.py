@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from course_lib.display import table
+from course_lib.display import forms, table
 
 CALCULATOR_DTYPES = ("float32", "bfloat16", "int8", "nf4")
 
@@ -22,8 +22,18 @@ def memory_calculator(models: Sequence[str], *, context: int = 4096, batch_size:
     models : sequence of str
         Published names, as :func:`course_lib.memory.estimate` takes them.
     context, batch_size : int
-        Where the sliders start, and what the table is made for.
+        Where the sliders start, and what the table is made for; the sliders move in powers of two besides.
+
+    Raises
+    ------
+    ValueError
+        If a model is not a published name, or there is none, or `context` or `batch_size` is not a whole number of at least 1.
     """
+    if isinstance(models, str) or not models:
+        raise ValueError(f"models must be a list of at least one name, got {models!r}")
+    for name, value in (("context", context), ("batch_size", batch_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     import ipywidgets
     from IPython.display import display
 
@@ -35,17 +45,19 @@ def memory_calculator(models: Sequence[str], *, context: int = 4096, batch_size:
             estimate(model, **_precision(p), prompt_tokens=context, batch_size=batch_size) for p in CALCULATOR_DTYPES
         ]
         rows.append([model, *(f"{bytes_to_giga_bytes(one.total):.2f}" for one in found)])
-    still = table(
+    still = forms(
         ["model", *CALCULATOR_DTYPES],
         rows,
         caption=f"Total in GiB at {context:,} tokens of context, batch size {batch_size}. Run the notebook to move the sliders.",
     )
     pick = ipywidgets.Dropdown(options=list(models), description="model")
     precision = ipywidgets.Dropdown(options=CALCULATOR_DTYPES, value="bfloat16", description="weights")
-    tokens = ipywidgets.SelectionSlider(
-        options=[2**power for power in range(7, 18)], value=context, description="context"
-    )
-    batch = ipywidgets.SelectionSlider(options=[2**power for power in range(9)], value=batch_size, description="batch")
+
+    def slider(start: int, powers: range, description: str) -> Any:
+        options = sorted({start, *(2**power for power in powers)})
+        return ipywidgets.SelectionSlider(options=options, value=start, description=description)
+
+    tokens, batch = slider(context, range(7, 18), "context"), slider(batch_size, range(9), "batch")
     answer = ipywidgets.HTML()
 
     def recompute(_: Any = None) -> None:
@@ -58,4 +70,4 @@ def memory_calculator(models: Sequence[str], *, context: int = 4096, batch_size:
         control.observe(recompute, names="value")
     recompute()
     live = ipywidgets.VBox([pick, precision, tokens, batch, answer])
-    display({**live._repr_mimebundle_(), "text/html": still, "text/plain": still}, raw=True)
+    display({**live._repr_mimebundle_(), **still}, raw=True)

@@ -134,3 +134,16 @@ def test_help_without_a_command():
     done = course("models")
     assert done.returncode == 2
     assert "fetch" in done.stdout
+
+
+def test_exercises_are_released_and_graded(tmp_path):
+    released = course("exercises", "release", str(tmp_path / "class" / "ada"))
+    assert released.returncode == 0, released.stderr
+    graded = course("exercises", "grade", str(tmp_path / "class"), "--json", "--feedback", str(tmp_path / "feedback"))
+    assert graded.returncode == 0, graded.stderr
+    marks = json.loads(graded.stdout)
+    assert {mark["student"] for mark in marks} == {"ada"}
+    assert len(marks) >= 4
+    assert all(mark["points"] == 0 < mark["max_points"] for mark in marks), "stubs earn nothing"
+    assert list((tmp_path / "feedback").rglob("*.md"))
+    assert "nowhere" in refused("exercises", "grade", str(tmp_path / "nowhere"))

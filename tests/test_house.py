@@ -200,6 +200,22 @@ def test_a_missing_setting_is_one_sentence(tmp_path, text):
         publishing.address(tmp_path)
 
 
+def test_every_colab_badge_opens_a_notebook_that_is_there_on_the_published_branch():
+    branch = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["repository"]["branch"]
+    links = [
+        link
+        for path in publishing.followers(ROOT)
+        if path.suffix == ".md"
+        for link in re.findall(r"colab\.research\.google\.com/github/([^)\s\"]+)", path.read_text(encoding="utf-8"))
+    ]
+    assert links, "the README has a badge"
+    for link in links:
+        prefix = f"{publishing.address(ROOT).split('/', 3)[3]}/blob/{branch}/"
+        assert link.startswith(prefix)
+        assert link.endswith(".ipynb")
+        assert (ROOT / link.removeprefix(prefix)).is_file()
+
+
 # ---- notebooks ----------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +263,11 @@ def test_figures_go_through_the_shared_style(notebook):
     source = "\n".join(code(notebook))
     assert "plt." not in source
     assert "import matplotlib" not in source
+
+
+@pytest.mark.parametrize("notebook", ALL_NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_cell_hides_what_an_installation_says(notebook):
+    assert "%%capture" not in "\n".join(code(notebook))
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
 """What notebooks show: figures, tables, glued numbers, the calculator, and the line that says what runs where."""
 
 import re
+import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from IPython.testing.globalipapp import start_ipython
 
-from course_lib import display, machine, plotting, widgets
+from course_lib import display, doctor, machine, plotting, widgets
 
 
 @pytest.fixture
@@ -40,6 +45,16 @@ def test_figure_without_a_useful_description_is_refused(shown):
     assert shown == []
 
 
+@pytest.mark.parametrize("alt", ["plot", None])
+def test_a_refused_figure_is_closed_and_does_not_appear_after_all(shown, alt):
+    import matplotlib.pyplot as plt
+
+    fig, _ = plotting.figure()
+    with pytest.raises(ValueError, match="a sentence"):
+        plotting.show(fig, alt=alt)
+    assert not plt.fignum_exists(fig.number)
+
+
 def test_figures_are_the_same_bytes_each_time(shown):
     for _ in range(2):
         fig, ax = plotting.figure()
@@ -59,6 +74,13 @@ def test_table_escapes_and_heads_rows_and_columns():
     assert '<th scope="row">x&amp;y</th><td>1</td>' in page
     assert "<caption>&lt;cap&gt;</caption>" in page
     HTMLParser().feed(page)
+
+
+def test_cells_may_be_anything_and_have_a_plain_form(shown):
+    display.show_table(["name", 3], [["b", 1], [None, "<2>"]], caption="What it is")
+    ((data, _),) = shown
+    assert "<td>1</td>" in data["text/html"]
+    assert data["text/plain"] == "What it is\nname | 3\nb | 1\nNone | <2>"
 
 
 def test_ragged_table_is_refused():
@@ -88,6 +110,33 @@ def test_calculator_moves_with_a_kernel_and_teaches_without(shown):
     for model in ("octocoder", "llama-2-7b"):
         total = estimate(model, quantization="nf4", prompt_tokens=2048).total
         assert f"{bytes_to_giga_bytes(total):.2f}" in data["text/html"]
+        assert f"{bytes_to_giga_bytes(total):.2f}" in data["text/plain"]
+    assert "<" not in data["text/plain"]
+
+
+@pytest.mark.parametrize("start", [{"context": 5000}, {"batch_size": 3}, {"context": 262_144, "batch_size": 1000}])
+def test_calculator_starts_at_any_whole_number(shown, start):
+    from course_lib.memory import bytes_to_giga_bytes, estimate
+
+    widgets.memory_calculator(["llama-2-7b"], **start)
+    ((data, _),) = shown
+    sizes = {"prompt_tokens": start.get("context", 4096), "batch_size": start.get("batch_size", 1)}
+    assert f"{bytes_to_giga_bytes(estimate('llama-2-7b', dtype='bfloat16', **sizes).total):.2f}" in data["text/html"]
+
+
+@pytest.mark.parametrize(
+    ("models", "start", "says"),
+    [
+        (["llama-2-7b"], {"context": 0}, "context must be a whole number"),
+        (["llama-2-7b"], {"batch_size": 2.5}, "batch_size must be a whole number"),
+        ([], {}, "models must be a list"),
+        ("llama-2-7b", {}, "models must be a list"),
+    ],
+)
+def test_calculator_refuses_what_it_cannot_show_in_one_sentence(shown, models, start, says):
+    with pytest.raises(ValueError, match=says):
+        widgets.memory_calculator(models, **start)
+    assert shown == []
 
 
 def test_calculator_follows_its_controls():
@@ -150,3 +199,38 @@ def test_recording_keeps_what_was_measured_and_where(tmp_path, monkeypatch):
     assert back["runs"] == [{"seconds": 1.5}]
     assert {"date", "versions", "command", "machine"} <= set(back)
     assert machine.recordings("other") == []
+
+
+def test_the_doctor_looks_at_the_disk_that_will_hold_the_model(tmp_path, monkeypatch):
+    looked = []
+    usage = shutil.disk_usage
+
+    def spy(path):
+        looked.append(Path(path))
+        return usage(path)
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", spy)
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path / "not" / "made" / "yet"))
+    (disk,) = [finding for finding in doctor.examine() if finding.what == "disk for the model"]
+    assert looked == [tmp_path]
+    assert str(tmp_path / "not" / "made" / "yet") in disk.detail
+
+
+def test_the_doctor_imports_no_package_but_torch_to_see_what_is_installed():
+    code = (
+        "import sys\nfrom course_lib.doctor import examine\nfound = {f.what: f for f in examine()}\n"
+        "print({'transformers', 'bitsandbytes', 'jupyterlab', 'jupyter_book'} & {*sys.modules})\n"
+        "print(found['PyTorch and Transformers'].detail)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported, versions = shown.stdout.splitlines()
+    assert imported == "set()"
+    assert versions == f"torch {version('torch')}, transformers {version('transformers')}"
+
+
+def test_the_doctor_tells_what_is_not_installed(monkeypatch):
+    for package in ("torch", "transformers", "jupyterlab"):
+        monkeypatch.setitem(sys.modules, package, None)
+    found = {finding.what: finding for finding in doctor.examine()}
+    assert not any(found[what].ok for what in ("PyTorch and Transformers", "CUDA card", "JupyterLab"))
+    assert "does not import" in found["CUDA card"].detail

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 CASE_YOU_CANNOT_SEE = "an input that you cannot see"
+FORGOTTEN_RETURN = "Does it end with `return`?"
+INT_NEEDED = "A whole number (int) is needed; `//` gives one, `/` a float, which cannot hold every large number."
+FLOAT_NEEDED = "A number (float) is needed, of a size that a float can hold."
+UNKNOWN = "No mistake known to this test gives that value: work the example by hand first."
 
 
 class WrongAnswer(AssertionError):
@@ -41,28 +45,44 @@ def check(
     Raises
     ------
     WrongAnswer
-        If the answer is no number of the right kind, or not the expected one.
+        If the answer is no int or float (a bool and a Fraction are neither), not of the right kind, or not the expected one.
     """
     where = case or CASE_YOU_CANNOT_SEE
     if answer is None:
-        raise WrongAnswer(f"For {where} your function returns None. Does it end with `return`?")
-    if isinstance(answer, bool) or not isinstance(answer, Real):
-        raise WrongAnswer(f"For {where} your function returns a {type(answer).__name__}; a number is needed.")
-    right_kind = isinstance(answer, Integral) or not isinstance(expected, int)
-    if right_kind and _same(answer, expected):
+        raise WrongAnswer(f"For {where} your function returns None. {FORGOTTEN_RETURN}")
+    needed = INT_NEEDED if isinstance(expected, int) else FLOAT_NEEDED
+    number = _number(answer)
+    if number is None:
+        raise WrongAnswer(f"For {where} your function returns a {type(answer).__name__}. {needed}")
+    right_kind = isinstance(number, int) if isinstance(expected, int) else _fits_float(number)
+    if right_kind and _same(number, expected):
         return
     known = mistakes(*inputs) if mistakes else {}
     leading_astray = {reason: value for reason, value in known.items() if not _same(expected, value)}
-    reason = " Or: ".join(reason for reason, value in leading_astray.items() if _same(answer, value))
-    if not reason and not right_kind:
-        reason = "A whole number (int) is needed; `//` gives one, `/` a float, which cannot hold every large number."
-    elif not reason:
-        reason = "No mistake known to this test gives that value: work the example by hand first."
-    found = f"your function returns {answer:,}; right is {expected:,}" if case else "your function is wrong"
+    reason = " Or: ".join(reason for reason, value in leading_astray.items() if _same(number, value))
+    reason = reason or (UNKNOWN if right_kind else needed)
+    found = f"your function returns {_show(number)}; right is {expected:,}" if case else "your function is wrong"
     raise WrongAnswer(f"For {where} {found}. {reason}")
 
 
-def _same(one: Real | float, other: Real | float) -> bool:
-    if isinstance(one, Integral) and isinstance(other, Integral):
+def _number(answer: object) -> int | float | None:
+    """Turn NumPy's numbers, and what students derive from int and float, into Python's; None where it is neither kind."""
+    if isinstance(answer, Integral) and not isinstance(answer, bool):
+        return int(answer)
+    return float(answer) if isinstance(answer, Real) and not isinstance(answer, Rational) else None
+
+
+def _fits_float(number: int | float) -> bool:
+    return isinstance(number, float) or abs(number) < 2**1023
+
+
+def _same(one: int | float, other: int | float) -> bool:
+    if isinstance(one, int) and isinstance(other, int):
         return one == other
-    return math.isclose(one, other, rel_tol=1e-9)
+    return _fits_float(one) and _fits_float(other) and math.isclose(one, other, rel_tol=1e-9)
+
+
+def _show(number: int | float) -> str:
+    if isinstance(number, float) or abs(number) < 10**40:
+        return f"{number:,}"
+    return f"{'minus ' * (number < 0)}about 10**{round(math.log10(abs(number)))}"

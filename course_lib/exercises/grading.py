@@ -4,76 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from course_lib import publishing
+from course_lib.exercises.results import SECONDS_PER_CELL, Mark, Result, explain, rows, table, write_feedback
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["Mark", "Result", "grade", "release", "rows", "sources", "table", "write_feedback"]
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_PER_CELL = 30
-ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What one exercise earned.
-
-    Attributes
-    ----------
-    exercise : str
-        The exercise's id, which is the ``grade_id`` of its test cell.
-    points, max_points : float
-        Points earned and to be earned.
-    message : str
-        Why points are missing; empty where none are.
-    """
-
-    exercise: str
-    points: float
-    max_points: float
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one student earned in one exercise notebook.
-
-    Attributes
-    ----------
-    student, chapter : str
-        The submission's folder and the notebook's name without its ending.
-    marks : tuple of Mark
-        One for each exercise, in the notebook's order.
-    error : str
-        Why the notebook could not be graded; empty where it could.
-    """
-
-    student: str
-    chapter: str
-    marks: tuple[Mark, ...]
-    error: str = ""
-
-    @property
-    def points(self) -> float:
-        """Points earned in all exercises."""
-        return sum(mark.points for mark in self.marks)
-
-    @property
-    def max_points(self) -> float:
-        """Points to be earned in all exercises."""
-        return sum(mark.max_points for mark in self.marks)
+UNREADABLE = "The notebook cannot be read: it is a folder, a broken link, or not yours to read."
+DAMAGED = "The notebook cannot be run: it is damaged, not made by `course exercises release`, or its code ends Python."
+# Stands before the tests in a notebook that is graded: they import the course's modules as they are on disk, not as the
+# student's cells may have left them.
+FRESH_IMPORTS = """\
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "course_lib"]:
+    del sys.modules[name]
+"""
 
 
 def sources() -> dict[str, Path]:
@@ -137,6 +94,10 @@ def grade(
 ) -> list[Result]:
     """Grade the notebooks in ``folder/<student>/<chapter>.ipynb``, running each in a fresh kernel.
 
+    Students' code runs as you, in the same process as the tests. The tests are restored and import the course's modules
+    anew, so changing either earns nothing; code written to defeat the grader still can. Points are a first reading: look
+    at the solutions that matter.
+
     Parameters
     ----------
     folder : path
@@ -147,7 +108,7 @@ def grade(
     Returns
     -------
     list of Result
-        By student and chapter. A notebook that cannot be run at all earns nothing and has an ``error``.
+        By student and chapter. A notebook that cannot be read or run at all earns nothing and has an ``error``.
 
     Raises
     ------
@@ -166,59 +127,12 @@ def grade(
         raise FileNotFoundError(f"folder {str(folder)!r} holds no <student>/<chapter>.ipynb; chapters are {names}")
     chosen = {path.stem: known[path.stem] for path in submissions}
     results = []
-    with _course(chosen) as course:
+    with _course(chosen, before_tests=FRESH_IMPORTS) as course:
         for name in chosen:
             course.run("GenerateAssignment", name)
         for number, path in enumerate(progress(submissions, len(submissions)) if progress else submissions):
             results.append(_grade_one(course, path, f"student{number}"))
     return results
-
-
-def rows(results: Iterable[Result]) -> Iterator[dict[str, Any]]:
-    """Yield one flat record for each student and exercise, for JSON and CSV."""
-    for result in results:
-        for mark in result.marks:
-            yield {
-                "student": result.student,
-                "chapter": result.chapter,
-                "exercise": mark.exercise,
-                "points": mark.points,
-                "max_points": mark.max_points,
-                "message": result.error or mark.message,
-            }
-
-
-def table(results: Sequence[Result]) -> Table:
-    """Return the results as a table for the terminal: one row for each notebook, one column for each exercise."""
-    from rich.table import Table
-
-    exercises = list(dict.fromkeys(mark.exercise for result in results for mark in result.marks))
-    shown = Table("student", "chapter")
-    for name in [*exercises, "total"]:
-        shown.add_column(name, justify="right")
-    for result in results:
-        points = {mark.exercise: f"{mark.points:g}/{mark.max_points:g}" for mark in result.marks}
-        total = f"{result.points:g}/{result.max_points:g}" + (" (not graded)" if result.error else "")
-        shown.add_row(result.student, result.chapter, *(points.get(name, "") for name in exercises), total)
-    return shown
-
-
-def write_feedback(results: Iterable[Result], folder: Path | str) -> list[Path]:
-    """Write ``folder/<student>/<chapter>.md``: points and what went wrong, for the student.
-
-    nbgrader's own feedback pages show the hidden tests' source and tracebacks. These carry only the last line of an error.
-    """
-    written = []
-    for result in results:
-        lines = [f"# {result.chapter}: {result.points:g} of {result.max_points:g} points", ""]
-        lines += [result.error, ""] if result.error else []
-        for mark in result.marks:
-            lines += [f"- **{mark.exercise}**: {mark.points:g} of {mark.max_points:g}. {mark.message}".rstrip()]
-        path = Path(folder) / result.student / f"{result.chapter}.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        written.append(path)
-    return written
 
 
 @dataclass(frozen=True)
@@ -240,21 +154,27 @@ class _Course:
         # The default, read-only, keeps Windows from removing the temporary folder.
         config.Autograde.permissions = 644
         config.Execute.timeout = SECONDS_PER_CELL
-        config.Execute.extra_arguments = ["--log-level=ERROR"]
+        config.Execute.extra_arguments = ["--HistoryManager.hist_file=:memory:"]
         getattr(converters, converter)(coursedir=CourseDirectory(config=config), config=config).start()
 
 
 @contextmanager
-def _course(chosen: dict[str, Path]) -> Iterator[_Course]:
+def _course(chosen: dict[str, Path], before_tests: str = "") -> Iterator[_Course]:
     """Make a temporary course folder that holds the chosen notebooks, without links that lead out of it."""
     try:
+        from jupyter_client.manager import AsyncKernelManager
+        from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
         from nbgrader import __version__  # noqa: F401
         from sqlalchemy.exc import SAWarning
     except ModuleNotFoundError:
         raise ModuleNotFoundError("handing out and grading exercises needs nbgrader: pip install nbgrader") from None
     with ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", SAWarning)  # about nbgrader's own queries
+        for about_others in (SAWarning, DuplicateCellId, MissingIDFieldWarning):  # nbgrader's queries, students' cells
+            warnings.simplefilter("ignore", about_others)
+        # What a kernel and the programs that a student starts write past the notebook would mix with the report.
+        quiet = partialmethod(AsyncKernelManager.start_kernel, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        undo.enter_context(patch.object(AsyncKernelManager, "start_kernel", quiet))
         # nbgrader calls `alembic` by name, which lies beside this Python and on PATH only where its environment is
         # active; and it leaves variables of its own behind when a notebook fails.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
@@ -264,7 +184,7 @@ def _course(chosen: dict[str, Path]) -> Iterator[_Course]:
         for name, notebook in chosen.items():
             target = course.root / "source" / name / notebook.name
             target.parent.mkdir(parents=True)
-            target.write_text(_with_web_links(notebook), encoding="utf-8")
+            target.write_text(_prepared(notebook, before_tests), encoding="utf-8")
         yield course
 
 
@@ -281,13 +201,15 @@ def _choose(chapters: Sequence[str] | None) -> dict[str, Path]:
     return chosen
 
 
-def _with_web_links(notebook: Path) -> str:
-    """Return a notebook's text with links into the course's folders turned into links into its repository."""
+def _prepared(notebook: Path, before_tests: str) -> str:
+    """Return a notebook's text with web links in place of those into the course's folders, and code before all tests."""
     content = json.loads(notebook.read_text(encoding="utf-8"))
     notebooks = f"{publishing.address(ROOT)}/blob/main/notebooks/"
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = "".join(cell["source"]).replace("](../", f"]({notebooks}")
+        elif cell["metadata"].get("nbgrader", {}).get("grade"):
+            cell["source"] = before_tests + "".join(cell["source"])
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -297,42 +219,34 @@ def _grade_one(course: _Course, path: Path, student: str) -> Result:
     from nbgrader.converters.base import NbGraderException
 
     chapter = path.stem
-    # nbgrader builds patterns from names, so it sees a plain one instead of the student's.
-    submitted = course.root / "submitted" / student / chapter / path.name
-    submitted.parent.mkdir(parents=True)
-    shutil.copyfile(path, submitted)
     source = nbformat.read(course.root / "source" / chapter / path.name, as_version=4)
     exercises = {
         cell.metadata.nbgrader.grade_id: cell.metadata.nbgrader.points for cell in filter(utils.is_grade, source.cells)
     }
+    # nbgrader builds patterns from names, so it sees a plain one instead of the student's.
+    submitted = course.root / "submitted" / student / chapter / path.name
+    submitted.parent.mkdir(parents=True)
     error = ""
-    cells = {}
+    found = {}
     try:
-        course.run("Autograde", chapter, student)
-        graded = nbformat.read(course.root / "autograded" / student / chapter / path.name, as_version=4)
-        cells = {cell.metadata.nbgrader.get("grade_id"): cell for cell in filter(utils.is_grade, graded.cells)}
+        if not path.is_file():  # a folder, a broken link, or a device without an end
+            raise FileNotFoundError(path)
+        shutil.copyfile(path, submitted)
+    except OSError:
+        error = UNREADABLE
+    try:
+        if not error:
+            course.run("Autograde", chapter, student)
+            graded = nbformat.read(course.root / "autograded" / student / chapter / path.name, as_version=4)
+            for cell in filter(utils.is_grade, graded.cells):
+                name = cell.metadata.nbgrader.grade_id
+                found[name] = Mark(name, utils.determine_grade(cell)[0] or 0, exercises.get(name, 0), explain(cell))
     except NbGraderException:
-        error = "The notebook cannot be run: it is damaged, not made by `course exercises release`, or its code ends Python."
+        error = DAMAGED
+    except Exception as unexpected:  # whatever one student handed in, the others are graded
+        error = f"The notebook cannot be graded ({type(unexpected).__name__})."
     marks = []
     for name, most in exercises.items():
-        if name in cells:
-            marks.append(Mark(name, utils.determine_grade(cells[name])[0], most, _message(cells[name])))
-        else:
-            marks.append(Mark(name, 0, most, error or "The test cell is missing from the notebook."))
+        missing = Mark(name, 0, most, error or "The test cell is missing from the notebook.")
+        marks.append(missing if error else found.get(name, missing))
     return Result(path.parent.name, chapter, tuple(marks), error)
-
-
-def _message(cell: Any) -> str:
-    """Return what a test cell's error says: never its traceback, which shows the hidden tests."""
-    for output in cell.outputs:
-        if output.output_type == "error":
-            text = ESCAPES.sub("", output.evalue)
-            if output.ename == "WrongAnswer":
-                return text
-            if output.ename in ("KeyboardInterrupt", "CellTimeoutError"):
-                return f"Your function was stopped after {SECONDS_PER_CELL} seconds."
-            # A student's own exception can quote anything, the tests as well.
-            return f"{output.ename}: {text[:200].partition(chr(10))[0]}".removesuffix(": ")
-        if output.output_type == "stream" and output.name == "stderr":
-            return "Your function writes to standard error (a warning?), which counts as failed."
-    return ""

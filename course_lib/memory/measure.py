@@ -41,8 +41,8 @@ class peak_memory:
     ValueError
         If `device` is neither a CPU nor a CUDA device that PyTorch sees.
     RuntimeError
-        If a `peak_memory` block is open already (they do not nest), if a PyTorch profiler runs (CPU), or
-        if `bytes` is read before the block is left.
+        If a `peak_memory` block is open already (they do not nest), if a PyTorch profiler runs or was started inside
+        the block (CPU), or if `bytes` is read before the block is left.
 
     Notes
     -----
@@ -62,7 +62,8 @@ class peak_memory:
         import torch
 
         try:
-            self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            self._device = torch.device(default if device is None else device)
         except (RuntimeError, TypeError):
             self._device = torch.device("meta")
         if self._device.type != "cpu" and not (self._device.type == "cuda" and torch.cuda.is_available()):
@@ -100,6 +101,11 @@ class peak_memory:
                 self._bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated
             else:
                 self._bytes = _stop_recording()
+                if self._bytes is None and kind is None:
+                    raise RuntimeError(
+                        "A PyTorch profiler was started inside this peak_memory block, which ended the measurement: "
+                        "profile outside of it."
+                    )
         finally:
             _measuring.release()
 
@@ -143,12 +149,15 @@ def _start_recording() -> None:
     autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.STATIC_RUNTIME_MODEL})
 
 
-def _stop_recording() -> int:
-    """Stop it and return the peak, in bytes, of the blocks allocated since the start."""
+def _stop_recording() -> int | None:
+    """Stop it and return the peak, in bytes, of the blocks allocated since the start; None if another took its place."""
     import torch
     from torch._C._profiler import _EventType
 
     autograd: Any = torch.autograd
+    # PyTorch has one profiler. A second start replaces ours without a word; only the public classes set the flag.
+    if autograd.profiler._is_profiler_enabled or not autograd._profiler_enabled():
+        return None
     events = autograd._disable_profiler().experimental_event_tree()
     alive: dict[int, int] = {}
     total = peak = 0

