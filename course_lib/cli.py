@@ -13,6 +13,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from course_lib.memory import MemoryEstimate
+
 app = typer.Typer(
     help="LLM Inference, Measured: what a model needs, what this machine can run, and what the book has settled.",
     no_args_is_help=True,
@@ -65,13 +67,12 @@ def vram(
     chosen = [card for card in cards() if gpu is None or gpu.lower() in card.name.lower()]
     if not chosen:
         raise ValueError(f"--gpu is {gpu!r}; known cards are {', '.join(card.name for card in cards())}")
-    parts = ("weights", "quantization_constants", "kv_cache", "activations", "workspace", "total")
-    sizes = {part: getattr(found, part) for part in parts}
     if as_json:
         holds = {card.name: found.fits(card.memory_bytes) for card in chosen}
+        sizes = {name: size for name, size in vars(found).items() if name != "method"} | {"total": found.total}
         print(json.dumps({"model": model, **wanted, **sizes, "method": found.method, "fits": holds}, indent=2))
         return
-    _print_estimate(model, sizes, found.method, [(card.name, card.memory_bytes) for card in chosen])
+    _print_estimate(model, found, [(card.name, card.memory_bytes) for card in chosen])
 
 
 def _with_options(message: str) -> str:
@@ -82,29 +83,26 @@ def _with_options(message: str) -> str:
     return message
 
 
-def _print_estimate(model: str, sizes: dict[str, int], method: str, cards: list[tuple[str, int]]) -> None:
+def _print_estimate(model: str, found: MemoryEstimate, cards: list[tuple[str, int]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     from course_lib.memory import bytes_to_giga_bytes
 
-    table = Table(title=f"{escape(model)}: where the bytes go", caption=f"counted by {method}")
+    table = Table(title=f"{escape(model)}: where the bytes go", caption=f"counted by {found.method}")
     table.add_column("part")
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
-    for part, size in sizes.items():
-        name = part.replace("_", " ").replace("kv", "KV").replace("quantization", "quantisation")
-        style = "bold" if part == "total" else ""
-        share = f"{100 * size / sizes['total']:.1f} %"
-        table.add_row(
-            part.replace("_", " ").replace("kv", "KV"), f"{bytes_to_giga_bytes(size):.2f}", share, style=style
-        )
+    for name, size in found.parts.items():
+        share = f"{100 * size / found.total:.1f} %"
+        style = "bold" if name == "total" else ""
+        table.add_row(name, f"{bytes_to_giga_bytes(size):.2f}", share, style=style)
     fits = Table(title="which cards hold it")
     fits.add_column("card")
     fits.add_column("GiB", justify="right")
     fits.add_column("holds it")
     for name, memory in cards:
-        left = memory - sizes["total"]
+        left = memory - found.total
         answer = f"yes, {bytes_to_giga_bytes(left):.2f} GiB free" if left >= 0 else "no"
         fits.add_row(name, f"{bytes_to_giga_bytes(memory):.2f}", answer, style="" if left >= 0 else "dim")
     console = _console()

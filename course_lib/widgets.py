@@ -62,8 +62,7 @@ def memory_calculator(models: Sequence[str], *, context: int = 4096, batch_size:
 
     def recompute(_: Any = None) -> None:
         found = estimate(pick.value, **_precision(precision.value), prompt_tokens=tokens.value, batch_size=batch.value)
-        parts = ("weights", "quantization_constants", "kv_cache", "activations", "workspace", "total")
-        cells = [[part.replace("_", " "), f"{bytes_to_giga_bytes(getattr(found, part)):.2f}"] for part in parts]
+        cells = [[name, f"{bytes_to_giga_bytes(size):.2f}"] for name, size in found.parts.items()]
         answer.value = table(["part", "GiB"], cells)
 
     for control in (pick, precision, tokens, batch):

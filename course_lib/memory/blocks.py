@@ -7,12 +7,14 @@ which chapter 01 (notebooks/01-memory.ipynb) derives line by line.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from course_lib.memory.architecture import NOTHING, Part, cached, embedding, linear, total, vector
-from course_lib.memory.config import Fields, UnsupportedError
+from course_lib.memory.config import MOST_LAYERS, Fields, UnsupportedError
+from course_lib.memory.units import shown
 
 Flag = bool | str  # True, False, or the configuration field that says which
 Layer = Callable[["Family", Fields, "Dims", int], Part]
@@ -135,7 +137,12 @@ class Dims:
 
 def flag(c: Fields, option: Flag) -> bool:
     """Return what a flag says for a configuration."""
-    return bool(c[option]) if isinstance(option, str) else option
+    return c.switch(option) if isinstance(option, str) else option
+
+
+def active_experts(c: Fields) -> int:
+    """Experts that work on a token: 1 where the configuration does not say."""
+    return max(c.largest(name) or 1 for name in _ACTIVE_EXPERTS)
 
 
 def norm(f: Family, width: int) -> Part:
@@ -185,12 +192,14 @@ def mlp(f: Family, c: Fields, hidden: int, ffn: int) -> Part:
 
 def mixture(f: Family, e: Experts, c: Fields, d: Dims) -> Part:
     """Every expert's weights, a router, and whatever shared expert there is: all are in memory, few are active."""
-    count, size = c.whole(e.count), c.whole(e.size)
+    count, size, active = c.whole(e.count), c.whole(e.size), active_experts(c)
+    if count and active > count:
+        raise ValueError(f"{c.label}: a token goes to {active} experts, and there are {count}")
     columns = (2 if f.gated else 1) * size
     part = linear(d.hidden, count, e.bias, "other")
     part += count * (linear(d.hidden, columns, e.bias, "experts") + linear(size, d.hidden, e.bias, "experts"))
     shared = c.whole(e.shared_size) if e.shared_size else size if e.shared else 0
-    shared *= int(c[e.shared] or 0) if e.shared else 1
+    shared *= c.optional(e.shared, 0) if e.shared else 1
     if shared:
         part += mlp(f, c, d.hidden, shared)
     return part + vector(d.hidden * e.shared_gate + count * e.correction)
@@ -217,6 +226,20 @@ def layer(f: Family, c: Fields, d: Dims, i: int) -> Part:
 
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+
+
+def _layers(f: Family, c: Fields, d: Dims) -> Part:
+    """All layers: those of a kind are described once, where nothing but its kind and experts can tell one from another."""
+    if f.mixers or f.extra_layer:
+        return total(layer(f, c, d, i) for i in range(d.layers))
+    first: dict[tuple[str, bool], int] = {}
+    count: Counter[tuple[str, bool]] = Counter()
+    for i, name in enumerate(d.types):
+        kind = (name, bool(f.experts and f.experts.sparse(c, i)))
+        first.setdefault(kind, i)
+        count[kind] += 1
+    return total(count[kind] * layer(f, c, d, i) for kind, i in first.items())
 
 
 def _types(f: Family, c: Fields, layers: int) -> tuple[str, ...]:
@@ -230,6 +253,8 @@ def _types(f: Family, c: Fields, layers: int) -> tuple[str, ...]:
         chunk = None if sliding is not None else c.get("attention_chunk_size")
         name = "sliding_attention" if sliding is not None else "chunked_attention" if chunk else "full_attention"
         types = [name] * layers
+    if not isinstance(types, list | tuple):
+        raise ValueError(f"{c.label}: layer_types must be a list with one name for each layer, got {shown(types)}")
     if len(types) != layers:
         raise UnsupportedError(f"{c.label} names {len(types)} layer types for {layers} layers")
     return tuple(types)
@@ -237,15 +262,18 @@ def _types(f: Family, c: Fields, layers: int) -> tuple[str, ...]:
 
 def dims(f: Family, c: Fields) -> Dims:
     """Read the numbers that every formula needs."""
-    hidden, layers = c.whole(f.hidden, 1), c.whole(f.layers)
+    hidden, layers = c.whole(f.hidden, 1), c.whole(f.layers, most=MOST_LAYERS)
     heads = c.whole(f.heads, 1) if f.heads else 1
-    kv_heads = int((c[f.kv_heads] if f.kv_heads else None) or heads)
+    kv_heads = heads if f.kv_heads is None or c[f.kv_heads] is None else c.whole(f.kv_heads, 1)
+    if heads % kv_heads:
+        raise ValueError(f"{c.label}: {f.heads} ({heads}) must be a multiple of {f.kv_heads} ({kv_heads})")
     own = f.head_dim not in (None, "optional", "latent")
-    given = c[str(f.head_dim)] if own else None if f.head_dim == "latent" else c.get("head_dim")
-    ffn = f.ffn * hidden if isinstance(f.ffn, int) else c.get(f.ffn, 0 if f.experts else 4 * hidden)
+    name = str(f.head_dim) if own else "head_dim"
+    given = None if f.head_dim == "latent" or (c[name] if own else c.get(name)) is None else c.whole(name, 1)
+    ffn = f.ffn * hidden if isinstance(f.ffn, int) else c.optional(f.ffn, 0 if f.experts else 4 * hidden)
     if f.head_dim is None and (hidden % heads or (given or hidden // heads) != hidden // heads):
         raise UnsupportedError(f"{c.label}: no formula for {heads} heads of {given} over {hidden} channels")
-    head_dim = hidden // heads if given is None else int(given)
+    head_dim = hidden // heads if given is None else given
     rope = c.get("rope_parameters", {})
     if rope and int(head_dim * rope.get("partial_rotary_factor", 1.0)) % 2:
         raise UnsupportedError(f"{c.label}: no formula for a rotation of {head_dim} channels that leaves one unpaired")
@@ -298,5 +326,5 @@ def describe(f: Family, c: Fields) -> Part:
     if f.must_tie and not flag(c, f.tied):
         raise UnsupportedError(f"no formula for an untied head in {c.model_type!r}")
     d = dims(f, c)
-    part = total(layer(f, c, d, i) for i in range(d.layers)) + (f.ends or ends)(f, c, d)
+    part = _layers(f, c, d) + (f.ends or ends)(f, c, d)
     return part + (f.extra_model(f, c, d) if f.extra_model else NOTHING)

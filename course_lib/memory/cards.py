@@ -19,8 +19,9 @@ class Card:
     name : str
         The maker's name with the memory size where there are several.
     memory_bytes : int
-        The datasheet's gigabytes at 10**9 bytes each. Most cards hold a little more (an 80 GB A100 reports 80 GiB); the
-        difference, up to 7 percent, is left to the driver, error correction and fragmentation.
+        The datasheet's gigabytes at 10**9 bytes each. What a card reports differs by some percent either way: an 80 GB
+        A100 has 80 GiB, while a card that keeps error correction in its main memory, such as the T4 or the L40S, reports
+        a little less than the datasheet. Not counted: the CUDA context, some hundred MiB, and fragmentation.
     bandwidth_bytes_per_second : int
         Peak rate of reading that memory.
     bfloat16 : bool

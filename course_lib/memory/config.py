@@ -7,14 +7,18 @@ let the real class decide.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from course_lib.memory.units import MOST, shown, whole
 
 PUBLISHED_DIR = Path(__file__).parent / "published"
 
@@ -40,6 +44,18 @@ _HARMLESS = re.compile(
 _NESTED = ("text_config", "thinker_config", "language_config", "llm_config")
 # One field under two names, before and after Transformers renamed it.
 _SYNONYMS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
+MOST_LAYERS = 10_000  # a class makes lists and modules of as many as it is told
+# Read from the source alone: whatever Transformers makes of them depends on what else is installed.
+_STORAGE = ("dtype", "torch_dtype", "quantization_config", "compression_config", "quantization")
 _ABSENT = object()
 
 
@@ -64,11 +80,14 @@ class Fields:
         Where the fields are.
     label : str
         What to call the configuration in an error.
+    overrides : mapping, optional
+        Fields that have another value than in the source.
     """
 
-    def __init__(self, source: Any, label: str) -> None:
+    def __init__(self, source: Any, label: str, overrides: Mapping[str, Any] | None = None) -> None:
         self.source = source
         self.label = label
+        self.overrides = overrides or {}
         self._read: set[str] = set()
         self._aliases: Mapping[str, str] = getattr(source, "attribute_map", None) or {}
 
@@ -83,8 +102,16 @@ class Fields:
         return isinstance(self.source, Mapping)
 
     def _lookup(self, name: str) -> Any:
+        if name in self.overrides:
+            self._read.add(name)
+            return self.overrides[name]
         for known in (name, _SYNONYMS.get(name)):
-            value = self.source.get(known, _ABSENT) if self.is_mapping else getattr(self.source, str(known), _ABSENT)
+            try:
+                value = (
+                    self.source.get(known, _ABSENT) if self.is_mapping else getattr(self.source, str(known), _ABSENT)
+                )
+            except RuntimeError as error:  # Transformers' way to say that the layers differ
+                raise UnsupportedError(f"{self.label}: no formula for a {name} of its own in each layer") from error
             if known is not None and value is not _ABSENT:
                 self._read.update((known, self._aliases.get(known, known)))
                 return value
@@ -96,12 +123,32 @@ class Fields:
             raise MissingFieldError(name, self.model_type)
         return value
 
-    def whole(self, name: str, least: int = 0) -> int:
+    def whole(self, name: str, least: int = 0, most: int = MOST) -> int:
         """Return a field that must be a whole number of at least `least`."""
-        value = self[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{self.label}: {name} must be a whole number of at least {least}, got {value!r}")
-        return value
+        return whole(self[name], f"{self.label}: {name}", least=least, most=most)
+
+    def optional(self, name: str | None, default: int, least: int = 0) -> int:
+        """Return a field that must be a whole number, or `default` where it is absent or None."""
+        return default if name is None or self.get(name) is None else self.whole(name, least)
+
+    def largest(self, name: str, least: int = 1) -> int | None:
+        """Return a whole number, the largest where layers have their own, or None where the field is absent."""
+        try:
+            value = self.get(name)
+        except UnsupportedError:
+            value = [getattr(own, name) for own in self.source.per_layer_config]
+        values = value if isinstance(value, list | tuple) else [value]
+        found = [whole(number, f"{self.label}: {name}", least=least) for number in values if number is not None]
+        return max(found, default=None)
+
+    def switch(self, name: str) -> bool:
+        """Return a field that must be true or false; None is false."""
+        # Where a class has no such field, Transformers does not tie.
+        absent_is_false = name == "tie_word_embeddings" and not self.is_mapping
+        value = self.get(name) if absent_is_false else self[name]
+        if value not in (None, False, True):
+            raise ValueError(f"{self.label}: {name} must be true or false, got {shown(value)}")
+        return bool(value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field that the class itself may not have."""
@@ -115,7 +162,8 @@ class Fields:
     def nested(self) -> Fields | None:
         """Return the configuration of the language model inside a composite one, if there is one."""
         if not self.is_mapping:
-            inner = self.source.get_text_config(decoder=True)  # of an encoder-decoder, a copy of itself
+            with quiet():
+                inner = self.source.get_text_config(decoder=True)  # of an encoder-decoder, a copy of itself
             return None if type(inner) is type(self.source) else Fields(inner, self.label)
         for key in _NESTED:
             inner = self.source.get(key)
@@ -145,22 +193,59 @@ class Fields:
         ValueError
             If it rejects the configuration.
         """
-        from transformers import CONFIG_MAPPING
+        with quiet():
+            from transformers import CONFIG_MAPPING
 
         if self.model_type not in CONFIG_MAPPING:
             raise UnsupportedError(f"{self.label} has model_type {self.model_type!r}, which Transformers does not know")
-        values = {name: value for name, value in self.source.items() if name not in ("model_type", "origin")}
         try:
-            return Fields(CONFIG_MAPPING[self.model_type].from_dict(values), self.label)
+            values = self._shapes(self.source)
+        except RecursionError:
+            raise ValueError(f"{self.label} is nested too deeply to be a configuration") from None
+        for name in ("model_type", "origin"):
+            values.pop(name, None)
+        try:
+            with quiet():
+                return Fields(CONFIG_MAPPING[self.model_type].from_dict(values), self.label, self.overrides)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            # A field of several types has an error for each of them.
+            reason = " ".join(str(error).split(". Errors:")[0].split()) or type(error).__name__
             raise ValueError(f"{self.label} is not a valid {self.model_type!r} configuration: {reason}") from error
+
+    def _shapes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy a configuration without what says only how weights are stored; refuse absurd whole numbers."""
+        copied: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                copied[name] = self._shapes(value)
+            elif hasattr(value, "__index__") and not isinstance(value, bool):
+                most = MOST_LAYERS if name in _LAYERS else MOST
+                copied[name] = whole(value, f"{self.label}: {name}", least=-MOST, most=most)
+            else:
+                copied[name] = value
+        return {name: value for name, value in copied.items() if name not in _STORAGE}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Transformers' and PyTorch's remarks about a configuration off the screen; errors are raised all the same."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @cache
 def _defaults(config_class: Any) -> dict[str, Any]:
     try:
-        defaults: dict[str, Any] = config_class().to_dict()
+        with quiet():
+            defaults: dict[str, Any] = config_class().to_dict()
     except Exception:
         return {}
     return defaults
@@ -185,20 +270,25 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"model: {shown(str(path))} is not a regular file; it should be a model's config.json")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise FileNotFoundError(f"model: there is no configuration file at {str(path)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"model: {str(path)!r} cannot be read as a configuration: {error}") from None
+        raise FileNotFoundError(f"model: there is no configuration file at {shown(str(path))}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {shown(str(path))} cannot be read as a configuration: {error}") from None
     if not text.strip():
-        raise ValueError(f"model: {str(path)!r} is empty; it should hold a model's config.json")
+        raise ValueError(f"model: {shown(str(path))} is empty; it should hold a model's config.json")
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model: {str(path)!r} is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"model: {shown(str(path))} is nested too deeply to be a configuration") from None
+    except ValueError as error:  # not JSON, or a number of more digits than Python reads
+        reason = str(error).split(";")[0]
+        raise ValueError(f"model: {shown(str(path))} is not JSON that can be read ({reason})") from None
     if not isinstance(values, dict):
-        raise ValueError(f"model: {str(path)!r} should hold a JSON object, not a {type(values).__name__}")
+        raise ValueError(f"model: {shown(str(path))} should hold a JSON object, not a {type(values).__name__}")
     return values
 
 
@@ -221,7 +311,7 @@ def resolve(model: Any) -> Fields:
     FileNotFoundError
         If a path does not exist.
     ValueError
-        If a name is unknown (close names are listed) or a file is empty or not a JSON object.
+        If a name is unknown (close names are listed) or a file is not a regular one, empty, or not a JSON object.
     TypeError
         If `model` is something else.
     """
@@ -229,6 +319,8 @@ def resolve(model: Any) -> Fields:
         if not model:
             raise ValueError("model is an empty dictionary; it should hold the fields of a config.json")
         return Fields(model, "model")
+    if isinstance(model, type):
+        raise TypeError(f"model must be an instance of a configuration class, got the class {model.__name__} itself")
     if hasattr(model, "to_dict") and hasattr(model, "model_type"):
         return Fields(model, f"model ({type(model).__name__})")
     if not isinstance(model, str | os.PathLike):
@@ -236,16 +328,18 @@ def resolve(model: Any) -> Fields:
             "model must be a published name, a path to a config.json, a dictionary or a Transformers configuration, "
             f"got {type(model).__name__}"
         )
+    if not os.fspath(model):
+        raise ValueError("model must be a published name or a path to a config.json, got an empty text")
     names = published_names()
     if isinstance(model, str) and model.lower() in names:
         return Fields(published_config(model), f"model {model.lower()!r}")
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
-    if path.is_file() or path.suffix == ".json" or not isinstance(model, str) or os.sep in model:
+    if os.path.isfile(path) or path.suffix == ".json" or not isinstance(model, str) or "/" in model or os.sep in model:
         return Fields(_read_json(path), f"model {str(path)!r}")
     close = difflib.get_close_matches(str(model).lower(), names, n=3) or names
     raise ValueError(
-        f"model {model!r} is neither a published name nor a path to a config.json; published names close to it: "
+        f"model {shown(model)} is neither a published name nor a path to a config.json; published names close to it: "
         f"{', '.join(close)}"
     )

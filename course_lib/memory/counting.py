@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal
 
 from course_lib.memory import meta
 from course_lib.memory.architecture import Cached, Part, Weight
-from course_lib.memory.blocks import describe
+from course_lib.memory.blocks import Family, describe
 from course_lib.memory.config import Fields, MissingFieldError, UnsupportedError, resolve
 from course_lib.memory.families import FAMILIES
 from course_lib.memory.families.base import LLAMA
 from course_lib.memory.units import DTYPE_BITS, dtype_name, weight_bytes, whole
 
+CACHE_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 CACHE_GROUP = 64  # values that share a scale and a zero point, 16 bit each, in an int8 or int4 cache
 _GENERIC = (
     "vocab_size",
@@ -28,12 +30,20 @@ _GENERIC = (
 )
 
 
+def _describe(family: Family, fields: Fields) -> Part:
+    try:
+        return describe(family, fields)
+    except (TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
+        # Something is not of its kind; the class that checks every field says what.
+        raise UnsupportedError(f"{fields.label}: no formula for these fields ({error})") from error
+
+
 def _formula(fields: Fields) -> Part:
     """Apply the model type's row of the table; raise if it has none or something in the configuration is not covered."""
     family = FAMILIES.get(fields.model_type)
     if family is None:
         raise UnsupportedError(f"{fields.label}: no formula for model_type {fields.model_type!r}")
-    part = describe(family, fields)
+    part = _describe(family, fields)
     left = fields.leftover()
     if left:
         raise UnsupportedError(
@@ -48,7 +58,7 @@ def _plain(fields: Fields) -> Part:
     missing = [name for name in _GENERIC if name not in fields.source]
     if missing:
         raise ValueError(f"{fields.label}: {kind} and the configuration leaves out {', '.join(missing)}")
-    part = describe(LLAMA, fields)
+    part = _describe(LLAMA, fields)
     left = fields.leftover()
     if left:
         raise ValueError(f"{fields.label}: {kind} and a plain decoder does not cover {', '.join(left)}")
@@ -74,7 +84,21 @@ class Model:
     """
 
     def __init__(self, model: Any) -> None:
-        self.fields, self._part = _locate(resolve(model))
+        self._given = resolve(model)
+        self.fields, self._part = _locate(self._given)
+
+    @property
+    def text(self) -> Fields:
+        """The language model's fields, also where the real class that was counted is more than that."""
+        return self.fields.nested() or self.fields
+
+    def stated(self, *names: str) -> Iterator[tuple[str, Any]]:
+        """What the given configuration says under some names, a composite one's own word before that of its parts."""
+        for fields in (self._given, self._given.nested()):
+            for name in names if fields else ():
+                # Asking a configuration object for the old name of its data type logs a warning.
+                if fields and (fields.is_mapping or name != "torch_dtype") and fields.get(name) is not None:
+                    yield name, fields.get(name)
 
     @property
     def method(self) -> Literal["closed form", "meta device"]:
@@ -91,6 +115,17 @@ class Model:
             ) from error
 
     @cached_property
+    def _first_tokens(self) -> tuple[list[meta.StoredTensor], Any]:
+        return meta.first_tokens(self._real)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it caches keys and values of tokens."""
+        if self._part is None:
+            return any(tensor.attention for tensor in self._first_tokens[0])
+        return any(_holds_keys(cached) for cached in self._part.cache)
+
+    @cached_property
     def weights(self) -> dict[Weight, int]:
         """Every weight's shape and kind with its number of occurrences; tied weights count once."""
         return dict(self._part.weights) if self._part else dict(meta.weights(self._real))
@@ -105,7 +140,7 @@ class Model:
         if not sequence_length:
             return []
         if self._part is None:
-            return meta.cached_tensors(self._real, sequence_length)
+            return meta.cached_tensors(self._real, sequence_length, self._first_tokens[1])
         return [
             meta.StoredTensor(cached.elements(sequence_length) * count, cached.float32, _holds_keys(cached))
             for cached, count in self._part.cache.items()
@@ -113,10 +148,10 @@ class Model:
 
     def cache_bytes(self, sequence_length: int, batch_size: int, dtype: Any, argument: str = "dtype") -> int:
         """Bytes of the cache; see `kv_cache_bytes`."""
-        name = dtype_name(dtype, argument=argument)
+        name = dtype_name(dtype, argument=argument, accepted=CACHE_DTYPES)
         length, batch = whole(sequence_length, "sequence_length"), whole(batch_size, "batch_size", least=1)
         tensors = self.cached_elements(length)
-        if DTYPE_BITS[name] < 16 and not any(tensor.attention for tensor in tensors or self.cached_elements(1)):
+        if DTYPE_BITS[name] < 16 and not self.has_attention:
             kind = self.fields.model_type
             raise ValueError(
                 f"{argument}={name!r} stores keys and values in fewer bits, and {kind!r} has none to store"
@@ -149,11 +184,12 @@ def _locate(fields: Fields) -> tuple[Fields, Part | None]:
         if not fields.model_type and inner is None:
             return fields, _plain(fields)
         try:
-            return _locate(fields.completed())
+            completed = fields.completed()
         except UnsupportedError:
             return _locate(inner) if inner else (fields, _plain(fields))
         except ImportError:
             raise ValueError(f"{why}, and transformers is not installed to fill in or count the rest") from None
+        return _locate(completed)
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError:
@@ -165,7 +201,15 @@ def _locate(fields: Fields) -> tuple[Fields, Part | None]:
             return inner, _formula(inner)
         except (MissingFieldError, UnsupportedError):
             return fields, None
-    return _locate(inner) if inner and not known else (fields, None)
+    if not inner and not known and fields.model_type in FAMILIES:
+        raise why  # there is no real class to count what the formula does not cover
+    if not inner or known:
+        return fields, None
+    if type(inner.source) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # It has no output head of its own: the composite model brings one, and ties it or not.
+        tied = bool(fields.get("tie_word_embeddings", False))
+        inner = Fields(inner.source, inner.label, {"tie_word_embeddings": tied})
+    return _locate(inner)
 
 
 def count_parameters(model: Any) -> int:
@@ -176,12 +220,14 @@ def count_parameters(model: Any) -> int:
     model : str, path, dict or transformers.PretrainedConfig
         A published name in any case ("octocoder"), a config.json or a folder that holds one, its content, or a
         configuration object. Keys that a known `model_type` leaves out take Transformers' class defaults. Of a composite
-        model the whole is counted where Transformers' causal-LM class is the whole, else the language model inside.
+        model the whole is counted where Transformers' causal-LM class is the whole (Gemma 3), else the language model
+        inside with its output head (LLaVA, Llama 4, Qwen-VL, GLM-4V), without what sees.
 
     Returns
     -------
     int
-        The parameters of the real class, exactly: every expert of a mixture, tied weights once.
+        The parameters of the real class, exactly: every expert of a mixture, tied weights once. They are those of the
+        architecture: a checkpoint's `quantization_config`, which packs several into one stored number, changes nothing.
 
     Raises
     ------
@@ -224,7 +270,8 @@ def kv_cache_bytes(model: Any, sequence_length: int, batch_size: int = 1, dtype:
     Raises
     ------
     ValueError
-        If a number is out of range, `dtype` is unknown, or it has fewer than 16 bits and the model has no attention.
+        If a number is out of range, `dtype` is none that a cache has, or it has fewer than 16 bits and the model has no
+        attention; if neither a formula covers the model nor its real class keeps a layered cache.
 
     Notes
     -----

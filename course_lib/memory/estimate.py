@@ -6,18 +6,38 @@ whose terms are stated in `estimate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from course_lib.memory.architecture import Weight
-from course_lib.memory.counting import Model
-from course_lib.memory.units import DTYPE_BITS, attention_scores_bytes, dtype_name, format_gib, weight_bytes, whole
+from course_lib.memory.blocks import active_experts
+from course_lib.memory.config import Fields
+from course_lib.memory.counting import CACHE_DTYPES, Model
+from course_lib.memory.units import (
+    DTYPE_BITS,
+    attention_scores_bytes,
+    dtype_name,
+    format_gib,
+    weight_bytes,
+    whole,
+)
 
 QUANTIZATIONS = ("int8", "fp4", "nf4", "fp4-double", "nf4-double")
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 ATTENTIONS = ("flash", "eager")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "attention_heads", "num_heads")
-_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+# The decoder's own first: an encoder-decoder's configuration calls its encoder's heads by the plain name too.
+_HEADS = (
+    "num_attention_heads_per_layer",
+    "decoder_attention_heads",
+    "num_decoder_attention_heads",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "attention_heads",
+    "num_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +72,24 @@ class MemoryEstimate:
         """Everything together, in bytes."""
         return self.weights + self.quantization_constants + self.kv_cache + self.activations + self.workspace
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts and their total under names for people, in bytes."""
+        return {
+            "weights": self.weights,
+            "quantisation constants": self.quantization_constants,
+            "KV cache": self.kv_cache,
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "total": self.total,
+        }
+
     def fits(self, available: float) -> bool:
         """Return whether the total is at most `available` bytes (of a card: ``card.memory_bytes``)."""
         return self.total <= available
 
     def __str__(self) -> str:
-        rows = ("weights", "quantization_constants", "kv_cache", "activations", "workspace", "total")
-        lines = [f"{row.replace('_', ' '):<24}{format_gib(getattr(self, row)):>14}" for row in rows]
+        lines = [f"{name:<24}{format_gib(size):>14}" for name, size in self.parts.items()]
         return "\n".join([*lines, f"{'method':<24}{self.method:>14}"])
 
 
@@ -88,29 +119,31 @@ def _stored(weights: dict[Weight, int], dtype: str, quantization: str | None) ->
     return stored, constants
 
 
-def _first(model: Model, names: tuple[str, ...], default: int) -> int:
-    for name in names:
-        value = model.fields.get(name)
-        if isinstance(value, int):
-            return value
-    return default
+def _first(c: Fields, names: tuple[str, ...]) -> int | None:
+    return next((number for name in names if (number := c.largest(name)) is not None), None)
 
 
 def _activations(model: Model, dtype: str, batch: int, tokens: int, attention: str) -> int:
     """Peak of one pass over `tokens` tokens of each sequence: the widest layer, or the logits of the last position."""
+    if not tokens:
+        return 0
     size = DTYPE_BITS[dtype] // 8
-    vocab, hidden = max(((w.rows, w.columns) for w in model.weights if w.kind == "embedding"), default=(0, 0))
+    vocab, hidden = _first(model.text, ("vocab_size",)) or 0, _first(model.text, _HIDDEN) or 0
     width = 3 * max((w.columns for w in model.weights if w.kind == "linear"), default=hidden)
     expert = max((w.columns for w in model.weights if w.kind == "experts"), default=0)
     if expert:
-        width = max(width, _first(model, _ACTIVE_EXPERTS, 1) * (3 * expert + 2 * hidden))
+        width = max(width, active_experts(model.text) * (3 * expert + 2 * hidden))
     layer = batch * tokens * (2 * hidden + width) * size
-    if attention == "eager" and any(tensor.attention for tensor in model.cached_elements(1)):
-        heads = _first(model, _HEADS, 0)
+    if attention == "eager" and model.has_attention:
+        heads = _first(model.text, _HEADS)
+        if heads is None:
+            raise ValueError(
+                f"{model.fields.label}: attention='eager' needs a number of heads, and the configuration has none"
+            )
         layer += 2 * attention_scores_bytes(heads, tokens, dtype, batch) + attention_scores_bytes(
             heads, tokens, "float32", batch
         )
-    return max(layer, batch * vocab * (size + 4)) if tokens else 0
+    return max(layer, batch * vocab * (size + 4))
 
 
 def _workspace(model: Model, quantization: str | None, batch_tokens: int) -> int:
@@ -143,7 +176,8 @@ def estimate(
         Data type of weights and activations; the configuration's own by default, bfloat16 if it names none.
     quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double"}
         How bitsandbytes stores the weights of linear layers; ``-double`` quantises the constants again. The output head,
-        embeddings, norms, biases and stacked expert tensors stay in `dtype`.
+        embeddings, norms, biases and stacked expert tensors stay in `dtype`. If neither this nor `dtype` is given, a
+        configuration that says that bitsandbytes stored the checkpoint decides.
     batch_size : int
         Sequences at a time.
     prompt_tokens, new_tokens : int
@@ -163,7 +197,9 @@ def estimate(
     FileNotFoundError, TypeError
         As for `count_parameters`.
     ValueError
-        If a name or number is not accepted; the message says which are.
+        If a name or number is not accepted; the message says which are. If the configuration says that its checkpoint is
+        quantised in another way (GPTQ, AWQ, FP8, MXFP4, ...) and neither `dtype` nor `quantization` is given. If
+        `kv_cache_bytes` raises.
 
     Notes
     -----
@@ -177,8 +213,10 @@ def estimate(
     is what Transformers' ``generate`` keeps. Eager attention adds one layer's scores before and after softmax and the
     softmax in float32.
 
-    *Workspace*: int8 has the int32 product of the widest matrix. Four bit has the dequantised largest matrix, once in 16
-    bit and once in float32, Transformers' default compute type.
+    *Workspace*, an upper bound: int8 has the int32 product of the widest matrix. Four bit has two dequantised copies of
+    the largest matrix, one of 16 and one of 32 bit, 6 bytes per weight. That is what bitsandbytes needs for float16
+    inputs, as its compute type is float32 unless another is asked for; with bfloat16 or float32 inputs it makes one copy,
+    and newer versions multiply small inputs without any.
     """
     _choice(quantization, "quantization", QUANTIZATIONS)
     if _choice(attention, "attention", ATTENTIONS) is None:
@@ -186,15 +224,13 @@ def estimate(
     batch = whole(batch_size, "batch_size", least=1)
     prompt, new = whole(prompt_tokens, "prompt_tokens"), whole(new_tokens, "new_tokens")
     if dtype is not None:
-        dtype_name(dtype)
+        dtype_name(dtype, accepted=WEIGHT_DTYPES)
     if kv_cache_dtype is not None:
-        dtype_name(kv_cache_dtype, argument="kv_cache_dtype")
+        dtype_name(kv_cache_dtype, argument="kv_cache_dtype", accepted=CACHE_DTYPES)
     counted = Model(model)
     name = dtype_name(dtype) if dtype is not None else _own_dtype(counted)
-    if name not in WEIGHT_DTYPES:
-        raise ValueError(
-            f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {name!r}; quantization stores fewer bits"
-        )
+    if dtype is None and quantization is None:
+        quantization = _own_quantization(counted)
     stored, constants = _stored(counted.weights, name, quantization)
     tokens = max(prompt, 1 if new else 0)
     return MemoryEstimate(
@@ -208,9 +244,32 @@ def estimate(
 
 
 def _own_dtype(model: Model) -> str:
-    # An old configuration file says torch_dtype; asking a configuration object for that name logs a warning.
-    for key in ("dtype", "torch_dtype") if model.fields.is_mapping else ("dtype",):
-        value = model.fields.get(key)
-        if value is not None and str(value) != "auto":
-            return dtype_name(value, argument=f"the configuration's {key}")
+    for key, value in model.stated("dtype", "torch_dtype"):
+        if str(value) != "auto":
+            argument = f"{model.fields.label}: {key}, which dtype=... overrides,"
+            return dtype_name(value, argument=argument, accepted=WEIGHT_DTYPES)
     return "bfloat16"
+
+
+def _own_quantization(model: Model) -> str | None:
+    """The scheme in which bitsandbytes stored a checkpoint; other ways of storing one are refused."""
+    for _, value in model.stated("quantization_config", "compression_config", "quantization"):
+        spec = value if isinstance(value, Mapping) else value.to_dict() if hasattr(value, "to_dict") else {"": value}
+        method = str(getattr(spec.get("quant_method"), "value", spec.get("quant_method") or ""))
+        skipped = set(spec.get("llm_int8_skip_modules") or ()) - {"lm_head"}
+        if method in ("bitsandbytes", "") and {"load_in_8bit", "load_in_4bit"} & set(spec) and not skipped:
+            if spec.get("load_in_8bit"):
+                return "int8"
+            if spec.get("load_in_4bit"):
+                double = "-double" * bool(spec.get("bnb_4bit_use_double_quant"))
+                return _choice(f"{spec.get('bnb_4bit_quant_type') or 'fp4'}{double}", "quantization", QUANTIZATIONS)
+            continue
+        if spec:
+            bits = next((spec[name] for name in ("bits", "w_bit", "weight_bits") if spec.get(name)), None)
+            how = (method or "quantised weights") + (f" {bits} bit" if bits else "")
+            but = f" except {', '.join(sorted(skipped))}" if skipped else ""
+            raise ValueError(
+                f"{model.fields.label}: the checkpoint is stored as {how}{but}, which this does not count; "
+                "pass dtype=... or quantization=... to estimate it as such"
+            )
+    return None

@@ -14,7 +14,7 @@ def latent_attention(f: Family, c: Fields, d: Dims, i: int) -> Part:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds one compressed vector and one rotary key."""
     bias = flag(c, "attention_bias")
     nope, rope, value = c.whole("qk_nope_head_dim"), c.whole("qk_rope_head_dim"), c.whole("v_head_dim")
-    rank, query_rank = c.whole("kv_lora_rank"), c["q_lora_rank"]
+    rank, query_rank = c.whole("kv_lora_rank"), c["q_lora_rank"] if c["q_lora_rank"] is None else c.whole("q_lora_rank")
     query_width = d.heads * (nope + rope)
     if query_rank is not None:
         part = linear(d.hidden, query_rank, bias) + vector(query_rank) + linear(query_rank, query_width)

@@ -6,9 +6,12 @@ Everything is an integer number of bytes; a text for people is always GiB (2**30
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from typing import Any
 
 GIB = 2**30
+MOST = 2**63 - 1  # the largest size that a tensor's dimension can have
 
 # Bits per value. Four-bit names count the codes alone; their constants are counted where the scheme is known.
 DTYPE_BITS: dict[str, int] = {
@@ -30,7 +33,7 @@ DTYPE_BITS: dict[str, int] = {
 _ALIASES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
-def dtype_name(dtype: Any, *, argument: str = "dtype") -> str:
+def dtype_name(dtype: Any, *, argument: str = "dtype", accepted: Collection[str] = DTYPE_BITS) -> str:
     """Return the canonical name of a data type.
 
     Parameters
@@ -39,6 +42,8 @@ def dtype_name(dtype: Any, *, argument: str = "dtype") -> str:
         A name such as ``"bfloat16"`` (``"bf16"``, ``"fp16"`` and ``"fp32"`` are understood) or a ``torch.dtype``.
     argument : str
         The argument to name in an error.
+    accepted : collection of str
+        The names that make sense there.
 
     Returns
     -------
@@ -48,20 +53,38 @@ def dtype_name(dtype: Any, *, argument: str = "dtype") -> str:
     Raises
     ------
     ValueError
-        If no data type has that name.
+        If no data type has that name, or it is not among the accepted.
     """
     name = str(dtype).lower().removeprefix("torch.")
     name = _ALIASES.get(name, name)
-    if name not in DTYPE_BITS:
-        raise ValueError(f"{argument} must be one of {', '.join(DTYPE_BITS)} or a torch.dtype, got {dtype!r}")
+    if name not in accepted:
+        raise ValueError(f"{argument} must be one of {', '.join(accepted)} or a torch.dtype, got {shown(dtype)}")
     return name
 
 
-def whole(value: Any, argument: str, *, least: int = 0) -> int:
-    """Return `value` as an int, or raise a ValueError that names `argument` and what it accepts."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
-    return int(value)
+def whole(value: Any, argument: str, *, least: int = 0, most: int | None = MOST) -> int:
+    """Return `value` as an int, or raise a ValueError that names `argument` and what it accepts.
+
+    A NumPy integer, or whatever else Python takes for an index, is a whole number; a bool is not.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{argument} must be a whole number of at least {least}, got {shown(value)}")
+    if most is not None and number > most:
+        raise ValueError(f"{argument} must be a whole number of at most {most}, got {shown(value)}")
+    return number
+
+
+def shown(value: Any) -> str:
+    """Return `value` as an error names it: in one line, and short, however long the value is."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a longer number"
+    return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def weight_bytes(num_parameters: int, dtype: Any) -> int:
@@ -89,7 +112,7 @@ def weight_bytes(num_parameters: int, dtype: Any) -> int:
     Derived in chapter 01 (notebooks/01-memory.ipynb): X billion parameters take about 4X GB in float32 and 2X GB in
     bfloat16.
     """
-    return -(-whole(num_parameters, "num_parameters") * DTYPE_BITS[dtype_name(dtype)] // 8)
+    return -(-whole(num_parameters, "num_parameters", most=None) * DTYPE_BITS[dtype_name(dtype)] // 8)
 
 
 def attention_scores_bytes(num_heads: int, sequence_length: int, dtype: Any = "bfloat16", batch_size: int = 1) -> int:
@@ -136,11 +159,14 @@ def bytes_to_giga_bytes(n: float) -> float:
     Returns
     -------
     float
-        ``n / 2**30``.
+        ``n / 2**30``; infinity where no float is that large.
     """
-    return n / GIB
+    try:
+        return n / GIB
+    except OverflowError:
+        return float("inf")
 
 
 def format_gib(n: float) -> str:
     """Return `n` bytes as a text in GiB with two decimals, for example ``"28.90 GiB"``."""
-    return f"{n / GIB:,.2f} GiB"
+    return f"{bytes_to_giga_bytes(n):,.2f} GiB"

@@ -14,8 +14,8 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from course_lib.memory import count_parameters, kv_cache_bytes
 from course_lib.memory.counting import Model
+from course_lib.memory.estimate import _activations
 
 pytestmark = pytest.mark.slow
 MODEL_TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
@@ -34,16 +34,26 @@ class Outcome(NamedTuple):
 def _past_every_window(config: Any) -> int:
     text = config.get_text_config(decoder=True)
     widths = [getattr(text, name, None) for name in _WINDOWS]
-    return max([width for width in widths if isinstance(width, int)], default=60) + 50
+    return max([width for width in widths if isinstance(width, int)], default=0) + 30
 
 
-def _compare(config: Any, truth: Any) -> str:
+def _compare(model: Model, truth: Any) -> str:
     wrong = []
-    if (ours := count_parameters(config)) != truth.parameters:
+    if (ours := model.parameters) != truth.parameters:
         wrong.append(f"parameters {ours:,} against {truth.parameters:,}")
     for length, held in truth.cache_bytes.items():
-        if (ours := kv_cache_bytes(config, length)) != held:
+        if (ours := model.cache_bytes(length, 1, "bfloat16")) != held:
             wrong.append(f"cache after {length} tokens {ours:,} against {held:,}")
+    return "; ".join(wrong)
+
+
+def _compare_activations(model: Model) -> str:
+    """Eager attention writes scores wherever there is attention, and no pass is wider than a few dozen hidden states."""
+    flash, eager = (_activations(model, "bfloat16", 1, 4_096, kind) for kind in ("flash", "eager"))
+    attends = model.has_attention
+    hidden = max(weight.columns for weight in model.weights if weight.kind == "embedding")
+    wrong = [] if (eager > flash) == attends else [f"attention {attends}, flash {flash:,}, eager {eager:,}"]
+    wrong += [f"activations {flash:,} for width {hidden}"] if flash > 2 * 4_096 * 64 * hidden else []
     return "; ".join(wrong)
 
 
@@ -54,7 +64,7 @@ def _compare_parameters(model_type: str, real_class: Any) -> str:
         truth = real_class(config, ())
     except Exception:
         return ""
-    return _compare(config, truth) if Model(config).method == "closed form" else ""
+    return _compare(model, truth) if (model := Model(config)).method == "closed form" else ""
 
 
 def _default_outcome(model_type: str, real_class: Any) -> Outcome:
@@ -69,7 +79,9 @@ def _default_outcome(model_type: str, real_class: Any) -> Outcome:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             return Outcome(reason, _compare_parameters(model_type, real_class))
         try:
-            return Outcome(difference=_compare(config, truth), method=Model(config).method)
+            model = Model(config)
+            difference = _compare(model, truth) or _compare_activations(model)
+            return Outcome(difference=difference, method=model.method)
         except Exception as error:
             return Outcome(difference=f"{type(error).__name__}: {error}")
 
@@ -127,8 +139,9 @@ def test_completed_configuration_equals_the_real_class(
     model_type: str, options: dict[str, Any], real_class: Any
 ) -> None:
     config = CONFIG_MAPPING[model_type](**({"num_hidden_layers": 4} | options))
-    assert _compare(config, real_class(config, (1, 9))) == ""
-    assert Model(config).method == "closed form" or not RECENT
+    model = Model(config)
+    assert _compare(model, real_class(config, (1, 9))) == ""
+    assert model.method == "closed form" or not RECENT
 
 
 # ---- Perturbed configurations ----
@@ -236,8 +249,8 @@ def perturbed(real_class: Any) -> dict[str, Outcome]:
                         break
                 except Exception:  # an inconsistent draw: the class itself refuses it
                     continue
-                difference = _compare(config, truth)
-                method = Model(config).method
+                model = Model(config)
+                difference, method = _compare(model, truth), model.method
             found[model_type] = Outcome(
                 difference=difference and f"seed {seed}, {changes}: {difference}", method=method
             )

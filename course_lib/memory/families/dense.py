@@ -12,6 +12,9 @@ GPTJ = GPT2.but(
     positions=None, norms=1, qkv_bias=False, out_bias=False, head_bias=True, unused=("n_positions", "n_ctx")
 )
 
+QWEN2 = SLIDING.but(head_dim="optional", qkv_bias=True, out_bias=False)
+GLM4 = Family(out_bias=False, fused_gate_up=True, norms=4)
+
 FAMILIES: dict[str, Family] = {
     # Dense decoders in the manner of Llama.
     "llama": LLAMA,
@@ -52,15 +55,20 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(windows="sliding_window", qkv_bias=False, out_bias=False),
     "ministral3": Family(windows="sliding_window", qkv_bias=False, out_bias=False),
     "ministral": SLIDING.but(qkv_bias=False, out_bias=False),
-    "qwen2": SLIDING.but(head_dim="optional", qkv_bias=True, out_bias=False),
+    "qwen2": QWEN2,
     "qwen3": QWEN3,
+    # Language models inside vision models, whose output head belongs to the composite.
+    "qwen2_vl_text": QWEN2.but(head_dim=None),
+    "qwen2_5_vl_text": QWEN2.but(head_dim=None),
+    "qwen3_vl_text": QWEN3.but(windows=None),
+    "glm4v_text": GLM4.but(head_dim=None, qkv_bias=True),
     "hunyuan_v1_dense": Family(qk_norm="head"),
     "gemma": Family(),
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2.but(qk_norm="head"),
     "vaultgemma": SLIDING,
     "glm": Family(out_bias=False, fused_gate_up=True),
-    "glm4": Family(out_bias=False, fused_gate_up=True, norms=4),
+    "glm4": GLM4,
     "phi3": Family(
         windows="sliding_window",
         head_dim="optional",

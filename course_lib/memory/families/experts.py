@@ -47,6 +47,11 @@ FAMILIES: dict[str, Family] = {
         head_dim="optional",
         experts=Experts("num_local_experts", "moe_intermediate_size", sparse=v.every_step),
     ),
+    "qwen3_vl_moe_text": QWEN3.but(
+        windows=None,
+        head_dim="optional",
+        experts=Experts("num_local_experts", "moe_intermediate_size", sparse=v.every_step),
+    ),
     "mellum": QWEN3.but(experts=Experts("num_local_experts", "moe_intermediate_size", sparse=v.by_mlp_type)),
     "flint": QWEN3.but(
         sinks=True,
@@ -83,6 +88,11 @@ FAMILIES: dict[str, Family] = {
         out_bias=False,
         qk_norm="head",
         qk_norm_if="use_qk_norm",
+        experts=Experts("n_routed_experts", "moe_intermediate_size", "n_shared_experts", sparse=v.after_dense),
+    ),
+    "glm4v_moe_text": Family(
+        head_dim="optional",
+        out_bias=False,
         experts=Experts("n_routed_experts", "moe_intermediate_size", "n_shared_experts", sparse=v.after_dense),
     ),
     "solar_open": Family(

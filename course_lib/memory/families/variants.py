@@ -6,6 +6,7 @@ from course_lib.memory import recurrent as r
 from course_lib.memory.architecture import NOTHING, Part, cached, embedding, linear, vector
 from course_lib.memory.blocks import Dims, Experts, Family, flag, mixture, mlp, norm, window
 from course_lib.memory.config import Fields, UnsupportedError
+from course_lib.memory.units import whole
 
 
 def by_mlp_type(c: Fields, i: int) -> bool:
@@ -91,9 +92,9 @@ def falcon(f: Family, c: Fields, d: Dims, i: int) -> Part:
     new, parallel = flag(c, "new_decoder_architecture"), flag(c, "parallel_attn")
     kv = c.whole("num_kv_heads") if new else 1 if flag(c, "multi_query") else d.heads
     bias = flag(c, "bias")
-    norms = (c["num_ln_in_parallel_attn"] or 2) if new else 1 if parallel else 2
+    norms = c.optional("num_ln_in_parallel_attn", 2, least=1) if new else 1 if parallel else 2
     part = linear(d.hidden, d.q + 2 * kv * d.head_dim, bias) + linear(d.q, d.hidden, bias)
-    return part + cached(2 * d.q if new else 2 * kv * d.head_dim) + int(norms) * norm(f, d.hidden)
+    return part + cached(2 * d.q if new else 2 * kv * d.head_dim) + norms * norm(f, d.hidden)
 
 
 def bigcode(f: Family, c: Fields, d: Dims, i: int) -> Part:
@@ -114,7 +115,7 @@ def mimo(f: Family, c: Fields, d: Dims, i: int) -> Part:
 
 def laguna(f: Family, c: Fields, d: Dims, i: int) -> Part:
     """Laguna: every layer has its own number of query heads, and a gate per head or per channel."""
-    heads = int(c["num_attention_heads_per_layer"][i])
+    heads = whole(c["num_attention_heads_per_layer"][i], f"{c.label}: num_attention_heads_per_layer")
     q, gating = heads * d.head_dim, c["gating"]
     bias, width = flag(c, "attention_bias"), c.whole("sliding_window", 1) if d.types[i] == "sliding_attention" else None
     if gating not in (True, "per-head"):
@@ -148,7 +149,7 @@ def gemma4(f: Family, c: Fields, d: Dims, i: int) -> Part:
 
 def gemma4_layer(f: Family, c: Fields, d: Dims, i: int) -> Part:
     """Gemma 4's per-layer input, and its experts beside the dense block."""
-    width = c.get("hidden_size_per_layer_input", 0)
+    width = c.optional("hidden_size_per_layer_input", 0)
     part = linear(d.hidden, width) + linear(width, d.hidden) + vector(d.hidden) if width else NOTHING
     if c.get("enable_moe_block"):
         e = Experts("num_experts", "moe_intermediate_size")
@@ -160,7 +161,7 @@ def gemma4_layer(f: Family, c: Fields, d: Dims, i: int) -> Part:
 
 def per_layer_embedding(f: Family, c: Fields, d: Dims) -> Part:
     """Gemma's second embedding table, one narrow vector per token and layer."""
-    width = c.get("hidden_size_per_layer_input", 0)
+    width = c.optional("hidden_size_per_layer_input", 0)
     if not width:
         c.ignore("vocab_size_per_layer_input")
         return NOTHING
@@ -176,7 +177,8 @@ def gemma3n(f: Family, c: Fields, d: Dims, i: int) -> Part:
     if c["kv_sharing_modes"][i] != "reuse":
         part += 2 * linear(d.hidden, d.kv, bias) + vector(d.head_dim) + cached(2 * d.kv, window(f, c, d, i))
     sizes = c["intermediate_size"]
-    return part + mlp(f, c, d.hidden, int(sizes[i] if isinstance(sizes, list | tuple) else sizes))
+    size = sizes[i] if isinstance(sizes, list | tuple) else sizes
+    return part + mlp(f, c, d.hidden, whole(size, f"{c.label}: intermediate_size"))
 
 
 def gemma3n_layer(f: Family, c: Fields, d: Dims, i: int) -> Part:
