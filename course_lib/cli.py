@@ -147,8 +147,9 @@ def list_claims(
 
     from course_lib import claims
 
-    if chapter is not None and chapter not in {claim.chapter for claim in claims.load().values()}:
-        raise ValueError(f"--chapter is {chapter}; the claims belong to chapters 1 to 12")
+    chapters = {claim.chapter for claim in claims.load().values()}
+    if chapter is not None and chapter not in chapters:
+        raise ValueError(f"--chapter is {chapter}; the claims belong to chapters {min(chapters)} to {max(chapters)}")
     measured = {r.claim: r for path in sorted(_checkout().glob("notebooks/*.ipynb")) for r in claims.records(path)}
     rows: list[dict[str, Any]] = []
     for claim in claims.load().values():

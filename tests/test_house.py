@@ -265,6 +265,14 @@ def test_figures_go_through_the_shared_style(notebook):
     assert "import matplotlib" not in source
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_glued_number_is_used_in_the_prose_and_no_other(notebook):
+    stored = json.loads(notebook.read_text(encoding="utf-8"))
+    outputs = [output for cell in stored["cells"] for output in cell.get("outputs", [])]
+    glued = {output["metadata"]["scrapbook"]["name"] for output in outputs if "scrapbook" in output.get("metadata", {})}
+    assert glued == set(re.findall(r"\{glue:text\}`([\w-]+)`", prose(notebook)))
+
+
 @pytest.mark.parametrize("notebook", ALL_NOTEBOOKS, ids=lambda path: path.stem)
 def test_no_cell_hides_what_an_installation_says(notebook):
     assert "%%capture" not in "\n".join(code(notebook))
