@@ -1,0 +1,1 @@
+"""Production Triton kernels. Importing a module of this room needs Triton; nothing is compiled until a kernel runs."""
