@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 ENVIRONMENT = $(PYTHON) book/scripts/environment.py
 
-.PHONY: help env model book test unit nbval lint compat lab notebooks bench gpu clean
+.PHONY: help env model book test unit nbval lint compat lab notebooks compile bench gpu clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -44,6 +44,9 @@ lab: model  ## open JupyterLab on the notebooks
 
 notebooks: model  ## run every notebook and store its outputs in the file, ready to commit
 	@$(BIN)/python book/scripts/build.py notebooks
+
+compile: env  ## compile every kernel for every card, without one, and store the report
+	@TRITON_INTERPRET=0 $(BIN)/python -m course_lib.kernels._compile --json book/compile_report.json
 
 bench: env  ## measure this machine and record the raw results under kernels/results/
 	@$(BIN)/course bench

@@ -46,6 +46,7 @@ def examine() -> list[Finding]:
         Finding("disk for the model", free >= DISK_BYTES, f"{free / 2**30:.2f} GiB free for {place}"),
         *_packages(),
         *_card(),
+        _kernels(),
         _model(),
         *_notebook_tools(),
     ]
@@ -65,7 +66,7 @@ def _packages() -> list[Finding]:
     detail = f"torch {torch}, transformers {transformers}" if torch and transformers else "make book installs them"
     findings = [Finding("PyTorch and Transformers", bool(torch and transformers), detail)]
     for package, purpose, absent in (
-        ("triton", "Triton kernels", "no Triton wheels for this system: kernel cells show the recorded result"),
+        ("triton", "Triton", "no Triton wheels for this system: kernel cells show the recorded result"),
         ("bitsandbytes", "bitsandbytes", "not available here: the course's own quantisation runs instead"),
     ):
         version = _version(package)
@@ -93,6 +94,24 @@ def _card() -> list[Finding]:
         Finding("CUDA card", True, card),
         Finding("bfloat16 arithmetic", capability >= (8, 0), "" if capability >= (8, 0) else old),
     ]
+
+
+def _kernels() -> Finding:
+    """Say whether the course's Triton kernels run here as compiled code; book/compiled-kernels.md shows what they become."""
+    what = "our Triton kernels"
+    if not _version("triton"):
+        return Finding(what, False, "they need Triton; attention runs in PyTorch instead")
+    try:
+        import torch
+    except Exception:  # the line on the card says why
+        return Finding(what, False, "they need PyTorch")
+    if not torch.cuda.is_available():
+        return Finding(what, False, "no card: they run in Triton's interpreter, to be checked, not to be fast")
+    major, minor = torch.cuda.get_device_capability(0)
+    if torch.version.hip is None and major < 8:
+        reason = f"Triton emits no tensor-core instructions for compute capability {major}.{minor}"
+        return Finding(what, False, f"{reason}: attention runs in PyTorch, by SDPA where that can do it")
+    return Finding(what, True, f"compiled for {torch.cuda.get_device_name(0)} when first used")
 
 
 def _model() -> Finding:

@@ -6,7 +6,7 @@ import os
 if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/kfd"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # No deadline: a busy machine is not an error. In CI the same examples each time, so that a run judges the change.
 settings.register_profile("course", deadline=None, derandomize=bool(os.environ.get("CI")))

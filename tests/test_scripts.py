@@ -176,6 +176,18 @@ def test_versions_and_claims_are_part_of_the_key(small_tree, change):
     assert build.key_of(notebook, ["memory"]) != before
 
 
+@pytest.mark.parametrize("change", ["kernels/study.py", "kernels/results/study-card.json"])
+def test_what_a_notebook_reads_from_the_workbench_is_part_of_the_key(small_tree, change):
+    file = small_tree.parents[1] / change
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("")
+    notebook = nbformat.read(small_tree, as_version=4)
+    notebook.cells[-1].source = 'study = "kernels/study.py"'
+    before = build.key_of(notebook, ["memory"])
+    append(file, "# changed")
+    assert build.key_of(notebook, ["memory"]) != before
+
+
 @pytest.mark.parametrize(
     "damage", ["", "{", "[]", "{}", '{"metadata": {"course": {}}, "cells": [], "nbformat": 4, "nbformat_minor": 5}']
 )

@@ -4,7 +4,7 @@
 ``... notebooks`` writes the outputs back into the notebooks, cleaned of what differs from run to run.
 
 An executed notebook carries the key of what it was made from: its code cells, the rooms of ``course_lib`` that it
-loaded, the claims and the installed versions. As long as the key holds, it is not executed again.
+loaded, the claims, what it reads from the workbench and the installed versions. As long as the key holds, it is not executed again.
 """
 
 from __future__ import annotations
@@ -102,14 +102,19 @@ def code_of(notebook: Any) -> list[str]:
 
 
 def key_of(notebook: Any, rooms: list[str]) -> str:
-    """Return the hash of everything that a notebook's outputs depend on."""
-    digest = hashlib.sha256("\0".join(code_of(notebook)).encode())
+    """Return the hash of everything that a notebook's outputs depend on: its code, the rooms, and the data that it names."""
+    code = "\0".join(code_of(notebook))
+    digest = hashlib.sha256(code.encode())
     library = ROOT / "course_lib"
     files = [library / "__init__.py", ROOT / "constraints.txt", ROOT / "book" / "claims.yml"]
     for room in rooms:
         folder = library / room
         inside = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         files += sorted(inside) if folder.is_dir() else [folder.with_suffix(".py")]
+    files += sorted(study for study in (ROOT / "kernels").glob("*.py") if study.name in code)
+    files += sorted((ROOT / "kernels" / "results").glob("*.json"))
+    if "kernels" in rooms:
+        files.append(ROOT / "book" / "compile_report.json")
     for file in files:
         digest.update(str(file.relative_to(ROOT)).encode())
         digest.update(file.read_bytes() if file.exists() else b"")

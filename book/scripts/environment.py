@@ -27,6 +27,9 @@ OLDEST_VERSIONS = {
     "tokenizers": "",
 }
 
+#: What goes with them: Triton 3.6's interpreter fails with NumPy 2.4.
+OF_THEIR_TIME = {"numpy": "2.3.5"}
+
 
 def fail(message: str) -> None:
     """Leave with one line and exit status 1."""
@@ -88,7 +91,7 @@ def constraints(torch: str, oldest: bool) -> str:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {}
     if oldest:
-        pins = OLDEST_VERSIONS
+        pins = OLDEST_VERSIONS | OF_THEIR_TIME
     elif torch:
         # Each torch needs a Triton of its own, so its requirement decides, not our pin.
         pins = {"torch": torch, "triton": ""}

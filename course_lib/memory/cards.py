@@ -28,6 +28,9 @@ class Card:
         Whether it computes in bfloat16; the others keep bfloat16 weights but want float16 arithmetic.
     source : str
         The datasheet's title.
+    tensor_flops_per_second : int, optional
+        Peak rate of dense 16-bit products with sums in float32, for the cards that chapter 05 draws; half of what a sheet
+        states with sparsity.
     """
 
     name: str
@@ -35,13 +38,21 @@ class Card:
     bandwidth_bytes_per_second: int
     bfloat16: bool
     source: str
+    tensor_flops_per_second: int | None = None
 
 
 @cache
 def _cards() -> tuple[Card, ...]:
     rows = json.loads(_TABLE.read_text(encoding="utf-8"))
     found = [
-        Card(r["name"], int(r["memory_gb"] * 1e9), int(r["bandwidth_gb_per_second"] * 1e9), r["bfloat16"], r["source"])
+        Card(
+            r["name"],
+            int(r["memory_gb"] * 1e9),
+            int(r["bandwidth_gb_per_second"] * 1e9),
+            r["bfloat16"],
+            r["source"],
+            int(r["tensor_tflops"] * 1e12) if "tensor_tflops" in r else None,
+        )
         for r in rows
     ]
     return tuple(sorted(found, key=lambda card: (card.memory_bytes, card.bandwidth_bytes_per_second)))

@@ -45,6 +45,12 @@ class Box:
 '''
 MACHINE = {"cpu": "Test CPU", "cores": 2, "memory_bytes": 2**33, "gpu": None, "system": "Linux", "python": "3.11.0"}
 VERSIONS = {"torch": "2.13.0"}
+COMPILED = {
+    "case": "sums of halves", "kernel": "sum_kernel", "target": "sm_90", "num_warps": 4, "num_stages": 3,
+    "constants": {"BLOCK_M": 64, "BLOCK_N": 32, "HEAD_DIM": 96}, "registers": 168, "spills": 0, "stack_bytes": 0,
+    "shared_bytes": 98304, "tensor_memory": 0, "instructions": {"HGMMA": 12, "wgmma.mma_async": 12}, "matrix": "own",
+    "blocks": 2, "warps": 8, "limited_by": "registers",
+}  # fmt: skip
 
 
 def record(claim: str, measured: object, verdict: str, unit: str = "") -> dict:
@@ -64,11 +70,13 @@ class MiniBook:
         self.root = root
         for folder in ("book", "notebooks", "library"):
             (root / folder).mkdir()
-        pages = "notebooks/01-sums\nbook/ledger\nbook/status"
+        pages = "notebooks/01-sums\nbook/ledger\nbook/status\nbook/compiled"
         (root / "index.md").write_text(f"# A book\n\n```{{toctree}}\n{pages}\n```\n")
         (root / "book" / "ledger.md").write_text("# Ledger\n\n```{claims-ledger}\n```\n")
         (root / "book" / "status.md").write_text("# Status\n\n```{execution-status}\n```\n")
+        (root / "book" / "compiled.md").write_text("# Compiled\n\n```{compile-report}\n```\n")
         (root / "book" / "claims.yml").write_text(CLAIMS)
+        self.compiled(COMPILED)
         (root / "library" / "__init__.py").write_text("from library.sums import Box, doubled as sums\n")
         (root / "library" / "sums.py").write_text(LIBRARY)
         self.stored = root / "notebooks" / "01-sums.ipynb"
@@ -85,6 +93,10 @@ class MiniBook:
             notebook.metadata["course"] = course
         path.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, path)
+
+    def compiled(self, *entries: dict) -> None:
+        report = {"triton": "9.8.7", "date": "2026-03-05", "sources": {}, "compiled": entries}
+        (self.root / "book" / "compile_report.json").write_text(json.dumps(report))
 
     def build(self) -> str:
         """Build what is out of date and return the warnings."""
@@ -224,6 +236,50 @@ def test_status_shows_the_run_or_says_that_there_was_none(mini):
     assert "not yet executed" not in status
     for shown in ("Sums", "12.3", "3.00 GiB", "2026-03-04", "Test CPU", "8.00 GiB of memory", "2.13.0"):
         assert shown in status
+
+
+def test_compiled_kernels_are_told_by_card_with_their_limits(mini):
+    faulty = COMPILED | {"target": "sm_89", "spills": 7, "shared_bytes": 102400, "blocks": 0, "instructions": {}}
+    mini.compiled(COMPILED, COMPILED | {"case": "sums of others", "registers": 170}, faulty)
+    assert mini.build() == ""
+    page = mini.page("book/compiled")
+    assert "3 compiled kernels, made by Triton 9.8.7 on 2026-03-05." in page.get_text()
+    for label in page.find_all(class_="course-label"):
+        label.extract()  # for phones only
+    texts = [[cell.get_text().strip() for cell in row.find_all("td")] for row in page.find_all("tr")]
+    rows = [row for row in texts if row]
+    assert ["H100, H200 (sm_90)", "2", "wgmma", "170 of 255", "96 KiB of 227 KiB", "0", "0"] in rows
+    assert ["L4, RTX 4090 (sm_89)", "1", "none", "168 of 255", "100 KiB of 99 KiB", "1", "1"] in rows
+    resident = "8 of 64 warps, 2 blocks"
+    assert ["of halves", "168", "0", "96 KiB", "12 HGMMA", resident, "registers", "64×32", "4, 3"] in rows
+    assert len(rows) == 2 + 3
+    limits = page.find(id="compiled-for-sm-90").get_text()
+    for shown in (
+        "255 registers",
+        "227 KiB of shared memory",
+        "CUDA C++ Programming Guide",
+        "sums, sum_kernel: 2 cases",
+    ):
+        assert shown in limits
+
+
+def test_cells_say_what_they_are_where_a_phone_shows_no_columns(mini):
+    assert mini.build() == ""
+    cells = [cell.get_text().strip() for cell in mini.page("book/compiled").find("details").find_all("td")]
+    assert cells[:3] == ["of halves", "Registers: 168", "Spills: 0"]
+
+
+def test_page_is_rebuilt_when_the_compile_report_changes(mini):
+    mini.build()
+    mini.compiled(COMPILED | {"registers": 201})
+    os.utime(mini.root / "book" / "compile_report.json", (2**31, 2**31))
+    mini.build()
+    assert "201 of 255" in mini.page("book/compiled").get_text()
+
+
+def test_missing_compile_report_names_the_command_that_writes_it(mini):
+    (mini.root / "book" / "compile_report.json").unlink()
+    assert "`make compile` writes it" in mini.build()
 
 
 @pytest.mark.parametrize(

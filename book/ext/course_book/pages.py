@@ -16,7 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 from course_lib import claims
 
 from .outputs import notebooks, read
-from .pieces import badge, collapsed, fields
+from .pieces import badge, collapsed, fields, table
 
 LOGGER = logging.getLogger(__name__)
 SOURCES = {"A": "the optimisation guide", "B": "the inner skeleton"}
@@ -177,22 +177,14 @@ class ExecutionStatus(GeneratedPage):
     def run(self) -> list[nodes.Node]:
         """Build the table from the notebooks' ``course`` metadata."""
         self.prepare()
-        rows = [[nodes.Text(name)] for name in ("Notebook", "Seconds", "Peak memory", "Date", "Machine")]
-        head, body = nodes.thead("", self.row(rows)), nodes.tbody()
-        for page, path in self.files.items():
-            run = read(path)["metadata"].get("course")
-            cells = [[self.page_link(page)]]
-            if run:
-                shown = (f"{run['seconds']:.1f}", f"{run['peak_memory_bytes'] / 2**30:.2f} GiB", run["date"][:10])
-                cells += [[nodes.Text(text)] for text in shown]
-                cells += [[self.machine_link(run["machine"], run["versions"])]]
-            else:
-                cells += [[nodes.Text("not yet executed")], [], [], []]
-            body += self.row(cells)
-        group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in rows), head, body, cols=len(rows))
-        return [nodes.table("", group, classes=["colwidths-auto", "course-status"]), *self.machine_list()]
+        rows = [[[self.page_link(page)], *self.figures(path)] for page, path in self.files.items()]
+        head = ("Notebook", "Seconds", "Peak memory", "Date", "Machine")
+        return [table(head, rows, "course-status"), *self.machine_list()]
 
-    @staticmethod
-    def row(cells: list[list[nodes.Node]]) -> nodes.row:
-        """Return a table row."""
-        return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", *cell)) for cell in cells))
+    def figures(self, path: Path) -> list[str | list[nodes.Node]]:
+        """Return what a notebook's run took, or that there was none."""
+        run = read(path)["metadata"].get("course")
+        if not run:
+            return ["not yet executed", "", "", ""]
+        memory = f"{run['peak_memory_bytes'] / 2**30:.2f} GiB"
+        return [f"{run['seconds']:.1f}", memory, run["date"][:10], [self.machine_link(run["machine"], run["versions"])]]

@@ -1,0 +1,124 @@
+"""The uses of the kernels that are compiled for every card: each calls a kernel module as production does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from course_lib.kernels._targets import TARGETS
+
+NEWER = tuple(name for name in TARGETS if name != "sm_75")
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One use of a kernel module.
+
+    Attributes
+    ----------
+    name : str
+        For people and for the report, for example ``"attention bfloat16 128 causal"``.
+    launch : callable
+        Calls the module as production does, with tensors on the device ``"meta"``. It may launch several kernels; each is
+        compiled.
+    matrix : str
+        Which matrix instruction every kernel of it that multiplies must use: the card's ``"own"``, ``"any"`` that it has, or
+        ``"none"``. TF32 takes so much room that its tiles can be smaller than Hopper's own instruction needs.
+    targets : tuple of str
+        The cards it is compiled for.
+    """
+
+    name: str
+    launch: Callable[[], object]
+    matrix: str = "own"
+    targets: tuple[str, ...] = NEWER
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yield the cases of every kernel module."""
+    yield from _flash_attention()
+
+
+def _flash_attention() -> Iterator[CompileCase]:
+    half, full = torch.bfloat16, torch.float32
+    for head_dim in (64, 128, 256):
+        attend = partial(_attend, head_dim=head_dim)
+        yield CompileCase(f"attention bfloat16 {head_dim} causal", partial(attend, half, causal=True))
+        yield CompileCase(f"attention bfloat16 {head_dim} full", partial(attend, half, backward=False))
+        yield CompileCase(f"attention bfloat16 {head_dim} additive mask", partial(attend, half, mask=half))
+        # float16 is cut as bfloat16 is.
+        yield CompileCase(
+            f"attention float16 {head_dim} causal", partial(attend, torch.float16, causal=True, backward=False)
+        )
+        yield CompileCase(f"attention float32 {head_dim} causal", partial(attend, full, causal=True), matrix="none")
+        tf32 = partial(attend, full, causal=True, tf32=True)
+        yield CompileCase(f"attention float32 {head_dim} causal TF32", tf32, matrix="any")
+    window, softcap, alibi = {"sliding_window": 1024}, {"softcap": 50.0}, {"alibi": True}
+    features: dict[str, dict[str, Any]] = {
+        "window": window | {"backward": False},
+        "softcap": softcap | {"backward": False},
+        "ALiBi": alibi | {"backward": False},
+        "boolean mask": {"mask": torch.bool, "backward": False},
+        "packed": {"packed": True, "backward": False},
+        "packed, window, softcap, ALiBi": {"packed": True} | window | softcap | alibi,
+    }
+    for feature, options in features.items():
+        yield CompileCase(
+            f"attention bfloat16 128 causal, {feature}", partial(_attend, half, head_dim=128, causal=True, **options)
+        )
+    for head_dim in (64, 128):
+        launch = partial(_attend, torch.float16, head_dim=head_dim, causal=True, backward=False)
+        yield CompileCase(f"attention float16 {head_dim} causal, T4", launch, matrix="none", targets=("sm_75",))
+
+
+def _attend(
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    causal: bool = False,
+    mask: torch.dtype | None = None,
+    alibi: bool = False,
+    packed: bool = False,
+    tf32: bool = False,
+    backward: bool = True,
+    **rules: Any,
+) -> None:
+    """Attend with 8 query heads on 2 key heads over 4,096 tokens, there and back."""
+    from course_lib.kernels import flash_attention
+
+    batch, heads, length = 2, 8, 4096
+    rules |= {"causal": causal, "scale": head_dim**-0.5}
+    rules["alibi_slopes"] = _meta(1, heads) if alibi else None
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        if packed:
+            q, k, v = (_meta(batch * length, count, head_dim, dtype=dtype) for count in (heads, 2, 2))
+            starts = _meta(batch + 1, dtype=torch.int32)
+            lengths: dict[str, Any] = {
+                "cu_seqlens_q": starts,
+                "cu_seqlens_k": starts,
+                "max_seqlen_q": length,
+                "max_seqlen_k": length,
+            }
+            output, _ = flash_attention.flash_attention_varlen(q, k, v, **lengths, **rules)
+        else:
+            q, k, v = (_meta(batch, count, length, head_dim, dtype=dtype) for count in (heads, 2, 2))
+            attention_mask = None if mask is None else _meta(batch, 1, length, length, dtype=mask)
+            output, _ = flash_attention.flash_attention(q, k, v, attention_mask=attention_mask, **rules)
+        if backward:
+            torch.autograd.backward(output, torch.empty_like(output))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
