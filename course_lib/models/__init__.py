@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from course_lib.models.zoo import ModelUnavailableError, cache_dir, cached, fetch, load
+    from course_lib.models.wheels import ModelUnavailableError, cache_dir
+    from course_lib.models.zoo import cached, fetch, load
 
 __all__ = ["ModelUnavailableError", "cache_dir", "cached", "fetch", "load"]
 

