@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Sequence
+from textwrap import dedent
 
 #: Jupyter Book finds glued values under this prefix; nothing renders it, so a notebook shows nothing.
 _HIDDEN = "application/papermill.record/"
@@ -66,6 +68,39 @@ def show_table(headers: Sequence[object], rows: Sequence[Sequence[object]], *, c
     from IPython.display import display
 
     display(forms(headers, rows, caption=caption), raw=True)
+
+
+def excerpt(of: object, first: str = "", last: str = "") -> str:
+    """Return lines of a definition's source, from the one that contains `first` to the next that contains `last`.
+
+    Parameters
+    ----------
+    of : object
+        A function, a class or a Triton kernel. It is read from its file, so a chapter shows what runs.
+    first, last : str
+        Part of the first and of the last line; empty for the definition's own first and last line.
+
+    Raises
+    ------
+    ValueError
+        If no line contains `first`, or none from there on `last`.
+    """
+    lines = inspect.getsource(getattr(of, "fn", of)).splitlines()  # type: ignore[arg-type]
+    start = next((number for number, line in enumerate(lines) if first in line), None)
+    if start is None:
+        raise ValueError(f"first is {first!r}, which no line of the definition contains")
+    stop = next((number for number, line in enumerate(lines[start:], start) if last in line), None)
+    if stop is None:
+        raise ValueError(f"last is {last!r}, which no line from {lines[start].strip()!r} on contains")
+    return dedent("\n".join(lines[start : stop + 1] if last else lines[start:]))
+
+
+def show_source(of: object, first: str = "", last: str = "") -> None:
+    """Display lines of a definition's source as code; parameters and errors are those of :func:`excerpt`."""
+    from IPython.display import display
+
+    text = excerpt(of, first, last)
+    display({"text/markdown": f"```python\n{text}\n```", "text/plain": text}, raw=True)
 
 
 def _cells(headers: Sequence[object], rows: Sequence[Sequence[object]]) -> list[list[str]]:

@@ -234,3 +234,147 @@ def test_the_doctor_tells_what_is_not_installed(monkeypatch):
     found = {finding.what: finding for finding in doctor.examine()}
     assert not any(found[what].ok for what in ("PyTorch and Transformers", "CUDA card", "JupyterLab"))
     assert "does not import" in found["CUDA card"].detail
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "runs", "words"),
+    [
+        (None, None, False, "interpreter"),
+        ((7, 5), None, False, "no tensor-core instructions for compute capability 7.5: attention runs in PyTorch"),
+        ((8, 0), None, True, "Card X"),
+        ((9, 0), None, True, "Card X"),
+        ((9, 4), "7.0", True, "Card X"),
+    ],
+    ids=["no card", "T4", "A100", "H100", "MI300X"],
+)
+def test_the_doctor_says_whether_our_kernels_run_here(monkeypatch, capability, hip, runs, words):
+    import torch
+
+    monkeypatch.setattr(doctor, "_version", lambda package: "3.7.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    (kernels,) = (finding for finding in doctor.examine() if finding.what == "our Triton kernels")
+    assert kernels.ok is runs
+    assert words in kernels.detail
+
+
+def test_the_doctor_says_that_our_kernels_need_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    (kernels,) = (finding for finding in doctor.examine() if finding.what == "our Triton kernels")
+    assert not kernels.ok
+    assert "need Triton" in kernels.detail
+
+
+def test_a_chapter_shows_the_lines_that_run():
+    from course_lib.attention.cost import Cost
+
+    text = display.excerpt(Cost.seconds, "return")
+    assert text == "return max(self.flops / flops_per_second, self.bytes / bytes_per_second)"
+    assert display.excerpt(Cost, "def intensity", "return").splitlines()[0] == "def intensity(self) -> float:"
+    assert display.excerpt(Cost.seconds) == display.excerpt(Cost.seconds, "def seconds")
+
+
+@pytest.mark.parametrize("lines", [("nowhere", ""), ("def seconds", "nowhere")])
+def test_lines_that_are_not_there_are_an_error(lines):
+    from course_lib.attention.cost import Cost
+
+    with pytest.raises(ValueError, match="'nowhere', which no line"):
+        display.excerpt(Cost.seconds, *lines)
+
+
+def test_shown_source_is_code_in_the_book_and_text_in_a_terminal(shown):
+    from course_lib.attention.cost import Cost
+
+    display.show_source(Cost.seconds, "return")
+    ((data, _),) = shown
+    assert data["text/markdown"] == f"```python\n{data['text/plain']}\n```"
+    assert data["text/plain"].startswith("return max(")
+
+
+def test_tiles_move_with_a_kernel_and_teach_without(shown):
+    from course_lib.attention.cost import flash_cost
+
+    widgets.attention_tiles(sequence_length=4096, head_dim=128)
+    ((data, _),) = shown
+    assert "application/vnd.jupyter.widget-view+json" in data
+    for rows in widgets.TILE_ROWS:
+        assert f"{flash_cost(4096, 4096, 128, block_q=rows).bytes / 2**20:,.0f}" in data["text/html"]
+    assert "T4" in data["text/plain"]
+
+
+def test_tiles_follow_their_controls(shown, monkeypatch):
+    import ipywidgets
+
+    from course_lib.attention.cost import flash_cost
+
+    boxes = []
+    original = ipywidgets.VBox.__init__
+    monkeypatch.setattr(
+        ipywidgets.VBox,
+        "__init__",
+        lambda self, children=(), **k: (boxes.append(self), original(self, children, **k))[1],
+    )
+    widgets.attention_tiles()
+    *controls, answer = boxes[0].children
+    before = answer.value
+    next(control for control in controls if control.description == "block_q").value = 32
+    assert answer.value != before
+    assert f"{flash_cost(16384, 16384, 128, block_q=32).bytes / 2**20:,.0f}" in answer.value
+
+
+def test_tiles_refuse_a_size_that_is_none(shown):
+    with pytest.raises(ValueError, match="head_dim must be a whole number"):
+        widgets.attention_tiles(head_dim=0)
+    assert shown == []
+
+
+def test_masks_are_drawn_with_a_kernel_and_counted_without(shown):
+    widgets.attention_masks(query_len=3, kv_len=6, sliding_window=2)
+    ((data, _),) = shown
+    assert "application/vnd.jupyter.widget-view+json" in data
+    lines = dict(line.split(" | ", 1) for line in data["text/plain"].splitlines() if " | " in line)
+    assert lines["nothing hidden"] == "6, 6, 6 | 18 of 18"
+    assert lines["causal"] == "4, 5, 6 | 15 of 18"
+    assert lines["causal, window of 2"] == "2, 2, 2 | 6 of 18"
+    assert lines["causal, two keys padded on the left"] == "2, 3, 4 | 9 of 18"
+
+
+def test_masks_follow_their_controls(shown, monkeypatch):
+    import ipywidgets
+
+    boxes = []
+    original = ipywidgets.VBox.__init__
+    monkeypatch.setattr(
+        ipywidgets.VBox,
+        "__init__",
+        lambda self, children=(), **k: (boxes.append(self), original(self, children, **k))[1],
+    )
+    widgets.attention_masks(query_len=2, kv_len=5, sliding_window=2)
+    *controls, answer = boxes[0].children
+    by_name = {control.description: control for control in controls}
+    assert answer.value.count("●") == 4 + 5
+    by_name["use the window"].value = True
+    assert answer.value.count("●") == 2 + 2
+    by_name["padded"].value = 4
+    assert answer.value.count("●") == 0 + 1
+    by_name["query_len"].value = 7  # two of the queries stand before the first key
+    assert "query at -2" in answer.value
+
+
+@pytest.mark.parametrize("size", [0, 13, True, 2.0])
+def test_masks_refuse_a_size_that_cannot_be_drawn(shown, size):
+    with pytest.raises(ValueError, match="kv_len must be a whole number from 1 to 12"):
+        widgets.attention_masks(kv_len=size)
+    assert shown == []
+
+
+def test_the_fastest_call_counts_and_the_first_is_only_a_warm_up(monkeypatch):
+    from course_lib import benchmark
+
+    clock, calls = iter([10.0, 15.0, 20.0, 22.0, 30.0, 39.0]), []
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    assert benchmark.fastest(lambda: calls.append(1), rounds=3) == 2.0
+    assert len(calls) == 4

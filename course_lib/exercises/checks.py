@@ -79,7 +79,10 @@ def _fits_float(number: int | float) -> bool:
 def _same(one: int | float, other: int | float) -> bool:
     if isinstance(one, int) and isinstance(other, int):
         return one == other
-    return _fits_float(one) and _fits_float(other) and math.isclose(one, other, rel_tol=1e-9)
+    if not (_fits_float(one) and _fits_float(other)):
+        return False
+    both_undefined = math.isnan(one) and math.isnan(other)  # a mistake may lead to NaN, and NaN to its explanation
+    return both_undefined or math.isclose(one, other, rel_tol=1e-9)
 
 
 def _show(number: int | float) -> str:

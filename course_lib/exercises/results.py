@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.exercises import checks
+from course_lib.exercises import checks, tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,18 +83,17 @@ def rows(results: Iterable[Result]) -> Iterator[dict[str, Any]]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Return the results as a table for the terminal: one row for each notebook, one column for each exercise."""
+    """Return the results as a table for the terminal: one row for each notebook, its exercises side by side in one cell."""
     from rich.markup import escape
     from rich.table import Table
 
-    exercises = list(dict.fromkeys(mark.exercise for result in results for mark in result.marks))
-    shown = Table("student", "chapter")
-    for name in [*exercises, "total"]:
-        shown.add_column(name, justify="right")
+    shown = Table("student", "chapter", "exercises")
+    shown.add_column("total", justify="right")
     for result in results:
-        points = {mark.exercise: f"{mark.points:g}/{mark.max_points:g}" for mark in result.marks}
+        # Without a space, so that points stay with their exercise when the line is wrapped.
+        points = ", ".join(f"{mark.exercise}:{mark.points:g}/{mark.max_points:g}" for mark in result.marks)
         total = f"{result.points:g}/{result.max_points:g}" + (" (not graded)" if result.error else "")
-        shown.add_row(escape(result.student), result.chapter, *(points.get(name, "") for name in exercises), total)
+        shown.add_row(escape(result.student), result.chapter, points, total)
     return shown
 
 
@@ -143,5 +142,5 @@ def _explanations() -> tuple[str, ...]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(Path(__file__).parent.glob("*.py"))]
     keys = [key for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     texts = [str(key.value) for key in keys if isinstance(key, ast.Constant) and " " in str(key.value)]
-    own = (checks.FORGOTTEN_RETURN, checks.INT_NEEDED, checks.FLOAT_NEEDED, checks.UNKNOWN)
+    own = (checks.FORGOTTEN_RETURN, checks.INT_NEEDED, checks.FLOAT_NEEDED, checks.UNKNOWN, *tensors.SENTENCES)
     return tuple(dict.fromkeys((*own, *texts)))
