@@ -53,7 +53,8 @@ class Rules:
         ahead = keys - queries[:, None]
         hidden = ahead > 0 if self.causal else None
         if self.sliding_window is not None:
-            far = (ahead if self.causal else -ahead.abs()) <= -self.sliding_window
+            reach = min(self.sliding_window, 2**62)  # a window may be greater than any position, and than an int64
+            far = (ahead if self.causal else -ahead.abs()) <= -reach
             hidden = far if hidden is None else hidden | far
         return hidden
 
