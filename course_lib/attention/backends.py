@@ -81,6 +81,10 @@ def _automatic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, 
         because = f"; our kernel is not used because {no_triton}"
     if no_sdpa:
         return BackendChoice("blockwise", f"{no_sdpa}{because}.")
+    masked_gradient = rules.attention_mask is not None and rules.attention_mask.requires_grad
+    if (q.shape[-1] != v.shape[-1] or masked_gradient) and query_len * kv_len > SMALL_MASK:
+        whole = "PyTorch's attention would hold the whole matrix of scores for these sizes"
+        return BackendChoice("blockwise", f"{whole}{because}.")
     if built > SMALL_MASK:
         needs = f"PyTorch's attention would need a mask of {built:,} elements"
         return BackendChoice("blockwise", f"{needs}{because}.")

@@ -109,6 +109,16 @@ ON_A_CPU = {
     "long and causal": (LONG | {"causal": True}, "sdpa", "PyTorch's attention does this"),
     "long window": (LONG | {"sliding_window": 100}, "blockwise", "would need a mask of 1,440,000 elements"),
     "long slopes": (LONG | {"alibi_slopes": torch.rand(2)}, "blockwise", "would need a mask of 2,880,000 elements"),
+    "long, values of another size": (
+        LONG | {"v": torch.empty(1, 2, 1200, 4)},
+        "blockwise",
+        "hold the whole matrix of scores",
+    ),
+    "long, learned bias": (
+        LONG | {"attention_mask": torch.zeros(1200, 1200, requires_grad=True)},
+        "blockwise",
+        "hold the whole matrix of scores",
+    ),
     "no keys": (inputs(k=torch.randn(2, 2, 0, 8), v=torch.randn(2, 2, 0, 8)), "reference", "nothing to compute"),
 }
 
