@@ -1,11 +1,12 @@
-"""What the studies of the workbench share: times that can be compared, and what a card can do at best."""
+"""What chapters and workbench share to measure: times that can be compared, how a quantity grows, and the card that it is."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from course_lib.memory import Card, cards
 
@@ -35,22 +36,44 @@ def card_of(device_name: str) -> Card | None:
     return None
 
 
-def bound_seconds(device_name: str, flop: int, moved_bytes: int) -> float | None:
-    """Return the least time in which a card can do work, arithmetic and traffic overlapping; None where they are not known.
+class Terms(NamedTuple):
+    """A quantity at the greatest size that was measured, as the sum of a constant, a linear and a quadratic part."""
+
+    constant: float
+    linear: float
+    quadratic: float
+
+    @property
+    def quadratic_share(self) -> float:
+        """The quadratic part of the whole."""
+        return self.quadratic / sum(self)
+
+
+def terms(measured: Mapping[int, float]) -> Terms:
+    """Fit ``a + b N + c N**2`` by least squares.
 
     Parameters
     ----------
-    device_name : str
-        As for :func:`card_of`.
-    flop : int
-        Operations of matrix products in 16 bit.
-    moved_bytes : int
-        Bytes that must travel between memory and chip.
+    measured : mapping of int to float
+        What was measured at each of at least three sizes. An exponent would mislead where a constant is a large part.
     """
-    card = card_of(device_name)
-    if card is None or card.tensor_flops_per_second is None:
-        return None
-    return max(flop / card.tensor_flops_per_second, moved_bytes / card.bandwidth_bytes_per_second)
+    import numpy as np
+
+    sizes = np.array(list(measured), dtype=float)
+    quadratic, linear, constant = np.polyfit(sizes / sizes.max(), list(measured.values()), 2)
+    return Terms(float(constant), float(linear), float(quadratic))
+
+
+def exponent(measured: Mapping[int, float]) -> float:
+    """Return the power of the size with which a quantity grows: the slope of a line through the logarithms.
+
+    Parameters
+    ----------
+    measured : mapping of int to float
+        What was measured at each of at least two sizes, greater than 0.
+    """
+    logarithms = ([math.log(number) for number in numbers] for numbers in (measured.keys(), measured.values()))
+    return statistics.linear_regression(*logarithms).slope
 
 
 def fastest(call: Callable[[], Any], rounds: int = 4) -> float:

@@ -45,10 +45,14 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], *, captio
         If a row is longer or shorter than the headers.
     """
     (names, *lines) = _cells(headers, rows)
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
+    # Numbers stand flush right; a column that holds a sentence is set flush left.
+    kinds = [
+        ' class="words"' if any(len(cell.split()) > 3 for cell in column) else "" for column in zip(*lines, strict=True)
+    ] or [""] * len(names)
+    head = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(names, kinds, strict=True))
     body = "".join(
         f'<tr><th scope="row">{html.escape(first)}</th>'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+        + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(rest, kinds[1:], strict=True))
         + "</tr>"
         for first, *rest in lines
     )

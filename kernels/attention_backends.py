@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from course_lib import machine
+from course_lib import benchmark, machine
 from course_lib.attention import attention
 from course_lib.memory import peak_memory
 
@@ -55,22 +55,18 @@ def seconds(tokens: int, causal: bool, backward: bool) -> dict[str, float]:
 
 
 def memory(backend: str) -> dict[str, Any]:
-    """Return peaks over length for one head, the exponent over the last doubling, and the share of the quadratic term there."""
-    peaks = []
+    """Return peaks over length for one head, the exponent, and the share of the quadratic term there."""
+    peaks = {}
     for tokens in LENGTHS:
         q, k, v = (torch.randn(1, 1, tokens, HEAD_DIM) for _ in range(3))
         with peak_memory("cpu") as peak:
             attention(q, k, v, backend=backend)
-        peaks.append(peak.bytes)
-    last = torch.tensor(LENGTHS, dtype=torch.float64) / LENGTHS[-1]
-    powers = torch.stack([last**power for power in range(3)], dim=1)
-    terms = torch.linalg.lstsq(powers, torch.tensor(peaks, dtype=torch.float64)[:, None]).solution[:, 0]
-    exponent = torch.tensor(peaks[-1] / peaks[-2]).log2().item()
+        peaks[tokens] = peak.bytes
     return {
-        "tokens": list(LENGTHS),
-        "bytes": peaks,
-        "exponent": exponent,
-        "quadratic_share": (terms[2] / terms.sum()).item(),
+        "tokens": list(peaks),
+        "bytes": list(peaks.values()),
+        "exponent": benchmark.exponent(peaks),
+        "quadratic_share": benchmark.terms(peaks).quadratic_share,
     }
 
 
@@ -99,7 +95,7 @@ def main() -> None:
         found = memory(backend)
         mib = ", ".join(f"{peak / 2**20:.1f}" for peak in found["bytes"])
         print(
-            f"{backend:10} extra MiB at {LENGTHS[0]} to {LENGTHS[-1]} tokens, one head: {mib}; exponent at the end "
+            f"{backend:10} extra MiB at {LENGTHS[0]} to {LENGTHS[-1]} tokens, one head: {mib}; exponent "
             f"{found['exponent']:.2f}, quadratic share {100 * found['quadratic_share']:.2f} %"
         )
         runs.append({"backend": backend, "heads": 1, "head_dim": HEAD_DIM, "dtype": "float32", **found})

@@ -88,6 +88,14 @@ def test_ragged_table_is_refused():
         display.table(["a", "b"], [["only one"]])
 
 
+def test_a_column_that_holds_a_sentence_is_set_apart_from_numbers():
+    page = display.table(["call", "time", "because"], [["a", "1.5", "it can do all that is asked"], ["b", "2.0", "no"]])
+    assert page.count('class="words"') == 3
+    assert '<th scope="col" class="words">because</th>' in page
+    assert "<td>1.5</td>" in page
+    assert display.table(["a", "b"], []).count("<th") == 2 + 1  # and the head itself
+
+
 def test_glued_number_is_found_by_the_book_and_shown_by_nothing(shown):
     from myst_nb.core.variables import format_plain_text
 
@@ -378,3 +386,12 @@ def test_the_fastest_call_counts_and_the_first_is_only_a_warm_up(monkeypatch):
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
     assert benchmark.fastest(lambda: calls.append(1), rounds=3) == 2.0
     assert len(calls) == 4
+
+
+def test_growth_is_told_by_its_parts_and_by_its_exponent():
+    from course_lib import benchmark
+
+    parts = benchmark.terms({n: 7 + 3 * n + 2 * n**2 for n in (10, 20, 50, 100)})
+    assert parts == pytest.approx((7, 300, 20_000))
+    assert parts.quadratic_share == pytest.approx(20_000 / 20_307)
+    assert benchmark.exponent({n: 5 * n**1.5 for n in (3, 8, 90)}) == pytest.approx(1.5)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from course_lib import benchmark
+from course_lib.attention.cost import Cost
 from course_lib.attention.functional import attention
+from course_lib.memory import Card
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PRODUCTS = {"forward": 2, "backward": 5}  # of matrices as large as the scores
@@ -57,7 +59,7 @@ def measure(
     list of dict
         For each contestant and pass: name, pass, sizes, dtype, flop (of the scores that count, products only), error and limit
         (relative; at most twice that of plain PyTorch in this dtype, and one rounding), seconds, share_of_bound (the least time
-        in which the card could do it, see `course_lib.benchmark.bound_seconds`, as a share of the time it took), and reason
+        in which a card of the table could do it, as a share of the time it took), and reason
         (why there is no time). What was not measured is None.
 
     Raises
@@ -109,13 +111,20 @@ def measure(
                 raise ArithmeticError(f"{one.name}, {direction}, {sizes}: {entry['reason']}; nothing was timed")
 
     if device.type == "cuda":
+        card = benchmark.card_of(torch.cuda.get_device_name(device))
         elements = 2 * batch * (query_heads + kv_heads) * tokens * head_dim  # q, k, v and output, each once
         for index, seconds in benchmark.medians(calls).items():
             entry = entries[int(index)]
             moved = elements * dtype.itemsize * (2 if entry["pass"] == "backward" else 1)  # and their gradients
-            bound = benchmark.bound_seconds(torch.cuda.get_device_name(device), entry["flop"], moved)
-            entry |= {"seconds": seconds, "share_of_bound": bound and bound / seconds}
+            entry |= {"seconds": seconds, "share_of_bound": share_of_bound(card, Cost(entry["flop"], moved), seconds)}
     return entries
+
+
+def share_of_bound(card: Card | None, cost: Cost, seconds: float) -> float | None:
+    """Return the least time in which a card could do work, as a share of the time taken; None where its peak is not known."""
+    if card is None or card.tensor_flops_per_second is None:
+        return None
+    return cost.seconds(card.tensor_flops_per_second, card.bandwidth_bytes_per_second) / seconds
 
 
 def _attempt(

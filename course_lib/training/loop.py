@@ -13,7 +13,7 @@ import torch
 from rich.progress import Progress
 from torch.nn import functional
 
-from course_lib.models.decoder import DecoderLM
+from course_lib.models import DecoderLM
 from course_lib.training.corpus import Corpus
 
 

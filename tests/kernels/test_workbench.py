@@ -17,7 +17,8 @@ from course_lib.memory import cards
 pytest.importorskip("triton", reason="Triton exists for Linux")
 
 from course_lib.attention import attention
-from course_lib.attention.yardstick import Contestant, formula, measure, others, output_error
+from course_lib.attention.cost import Cost
+from course_lib.attention.yardstick import Contestant, formula, measure, others, output_error, share_of_bound
 
 STUDY = Path(__file__).resolve().parents[2] / "kernels" / "flash_attention.py"
 
@@ -276,6 +277,6 @@ def test_a_devices_name_means_a_card_of_the_table_or_none(device, card):
 
 def test_the_bound_is_the_slower_of_arithmetic_and_traffic_and_unknown_for_an_unknown_card():
     card = next(card for card in cards() if card.name == "H200")
-    assert benchmark.bound_seconds("NVIDIA H200", card.tensor_flops_per_second, 1) == 1
-    assert benchmark.bound_seconds("NVIDIA H200", 1, 3 * card.bandwidth_bytes_per_second) == 3
-    assert benchmark.bound_seconds("NVIDIA A10G", 1, 1) is None
+    assert share_of_bound(card, Cost(card.tensor_flops_per_second, 1), 2.0) == 0.5
+    assert share_of_bound(card, Cost(1, 3 * card.bandwidth_bytes_per_second), 4.0) == 0.75
+    assert share_of_bound(None, Cost(1, 1), 1.0) is None

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course_lib.models.byte_tokenizer import ByteTokenizer
+from course_lib.models import ByteTokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -129,12 +129,13 @@ def test_only_a_model_without_positions_overlooks_a_swap_far_back(position):
 @torch.no_grad()
 def test_smollm2_has_the_logits_of_transformers():
     theirs, tokenizer = load("smollm2-135m", dtype="float32", device="cpu")
-    ours = DecoderLM.from_transformers(theirs)
+    ours, _ = load("smollm2-135m", dtype="float32", device="cpu", as_decoder=True)
     tokens = tokenizer("A cache keeps keys and values, so that a decoder", return_tensors="pt").input_ids
     expected = theirs(tokens).logits
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=0, atol=2e-3)
-    assert ours.embed_tokens.weight.data_ptr() == theirs.get_input_embeddings().weight.data_ptr()  # shared, not copied
     assert ours.lm_head.weight is ours.embed_tokens.weight
+    shared = DecoderLM.from_transformers(theirs)
+    assert shared.embed_tokens.weight.data_ptr() == theirs.get_input_embeddings().weight.data_ptr()
 
 
 def test_every_attention_backend_gives_the_same_logits():

@@ -235,7 +235,6 @@ def test_a_cache_in_an_unknown_home_is_one_sentence(monkeypatch):
         ("dtype", []),
         ("device", "gpu"),
         ("device", "cuda:99"),
-        ("as_decoder", True),
     ],
 )
 def test_bad_arguments_are_one_error_before_any_work(offline, argument, value):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from course_lib.models.decoder import DecoderConfig, DecoderLM
+from course_lib.models import DecoderConfig, DecoderLM
 from course_lib.training import Corpus, Recipe, bits_per_byte, load_corpus, train
 
 TINY = {
