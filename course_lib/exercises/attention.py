@@ -19,11 +19,12 @@ def random_heads(rng: Random, *, size: float = 1.0) -> tuple[torch.Tensor, torch
     """Draw q, k, v of one head and a boolean mask, one row of which sees nothing, and one of which sees one key.
 
     Shapes are ``[query_len, head_dim]``, ``[kv_len, head_dim]``, ``[kv_len, value_dim]`` and ``[query_len, kv_len]``; `size`
-    multiplies q, and so the scores.
+    multiplies q, and so the scores. Those are exact in float32 whatever the order of the sums, so that large ones have one
+    softmax: q and k are quarters, and the square root of head_dim is a power of two.
     """
     draw = torch.Generator().manual_seed(rng.getrandbits(60))
-    query_len, kv_len, head_dim = rng.randint(4, 6), rng.randint(7, 9), rng.choice([2, 3, 8])
-    q, k = (torch.randn(length, head_dim, generator=draw) for length in (query_len, kv_len))
+    query_len, kv_len, head_dim = rng.randint(4, 6), rng.randint(7, 9), rng.choice([4, 16])
+    q, k = (torch.randn(length, head_dim, generator=draw).mul(4).round() / 4 for length in (query_len, kv_len))
     v = torch.randn(kv_len, head_dim + 2, generator=draw)
     mask = torch.rand(query_len, kv_len, generator=draw) < 0.6
     mask[0], mask[1] = False, torch.arange(kv_len) == rng.randrange(kv_len)
