@@ -1,0 +1,185 @@
+"""Quantised models as files: safetensors, with what each quantised layer is in the header."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from course_lib.quantization.linear import QuantizedLinear
+from course_lib.quantization.model import is_linear, replace_module
+from course_lib.quantization.tensor import SCHEMES, TENSORS, QuantizedTensor
+
+FORMAT = "course_lib.quantization"
+VERSION = "1"
+M = TypeVar("M", bound=nn.Module)
+
+
+def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write all weights of a model, quantised layers as they are stored, whole or not at all.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As `quantize_model` leaves it.
+    path : path
+        A safetensors file; one that is there is replaced.
+
+    Raises
+    ------
+    ValueError
+        If the model has no quantised layer.
+    """
+    from safetensors.torch import save_file
+
+    layers = {name: _describe(module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    if not layers:
+        raise ValueError("model has no quantised layer; quantize_model makes them")
+    state: dict[str, torch.Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if tensor.numel() and key in first:
+            shared[name] = first[key]
+            continue
+        first[key] = name
+        # safetensors refuses a tensor that is part of a larger storage.
+        part = tensor.untyped_storage().nbytes() != tensor.nbytes
+        state[name] = tensor.clone(memory_format=torch.contiguous_format) if part else tensor.contiguous()
+    metadata = {"format": FORMAT, "version": VERSION, "layers": json.dumps(layers), "shared": json.dumps(shared)}
+    path = Path(path)
+    fresh = path.with_name(path.name + ".part")
+    try:
+        save_file(state, fresh, metadata=metadata)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def load_quantized(model: M, path: str | os.PathLike[str]) -> M:
+    """Give a model the weights of a file that `save_quantized` wrote, in place.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of the architecture that was saved, quantised or not, with any weights, on any device, or with parameters on the meta
+        device. Layers that are quantised in the file are replaced.
+    path : path
+        The file.
+
+    Returns
+    -------
+    nn.Module
+        `model`, in the file's dtypes.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If the file is damaged, of another format or version, or of another architecture; the model is then as it was.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path {str(path)!r} is no file; save_quantized writes one")
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+                found = " ".join(str(metadata.get(key, f"no {key}")) for key in ("format", "version"))
+                raise ValueError(f"path {path.name!r} has {found}; {FORMAT} {VERSION} is needed")
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        layers, shared = json.loads(metadata["layers"]), json.loads(metadata["shared"])
+        linears = {name: _build(model, name, spec, state) for name, spec in layers.items()}
+    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(f"path {path.name!r} is damaged or of another model ({reason})") from error
+    _check_rest(model, layers, state, shared, path.name)
+    for name, linear in linears.items():
+        replace_module(model, model.get_submodule(name), linear)
+    model.load_state_dict(state, strict=False, assign=True)
+    for name, source in shared.items():
+        _set(model, name, _get(model, source))
+    return model
+
+
+def _describe(module: QuantizedLinear) -> dict[str, Any]:
+    weight = module.weight
+    return {
+        "scheme": weight.scheme,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "block_size": weight.block_size,
+        "threshold": module.threshold,
+    }
+
+
+def _build(model: nn.Module, name: str, spec: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> QuantizedLinear:
+    """Return a layer of the file, once it is sure that it can take its place and that its tensors fit each other."""
+    module: Any = model.get_submodule(name)
+    if not isinstance(module, QuantizedLinear) and not is_linear(module):
+        raise TypeError(f"{name} is quantised there and {type(module).__name__} in the model")
+    if spec["scheme"] not in SCHEMES:
+        raise TypeError(f"{name} has scheme {spec['scheme']!r}, and known are {', '.join(SCHEMES)}")
+    shape = (
+        list(module.weight.shape) if isinstance(module, (nn.Linear, QuantizedLinear)) else [*module.weight.shape][::-1]
+    )
+    if shape != spec["shape"]:
+        raise TypeError(f"{name} has shape {spec['shape']} there and {shape} in the model")
+    tensors = {key: state[f"{name}.{key}"] for key in TENSORS if f"{name}.{key}" in state}
+    weight = QuantizedTensor(
+        spec["scheme"], torch.Size(spec["shape"]), getattr(torch, spec["dtype"]), spec["block_size"], **tensors
+    )
+    weight.to("meta").dequantize()
+    bias = state.get(f"{name}.bias")
+    if (bias is None) != (module.bias is None):
+        raise TypeError(f"{name} has {'no ' * (bias is None)}bias there, unlike in the model")
+    linear = QuantizedLinear(weight, bias, threshold=spec["threshold"])
+    return linear.requires_grad_(module.bias is not None and module.bias.requires_grad)
+
+
+def _check_rest(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    shared: Mapping[str, str],
+    file: str,
+) -> None:
+    """Raise a ValueError unless all that is not in a quantised layer is in the model as in the file."""
+
+    def outside(names: Mapping[str, Any]) -> set[str]:
+        return {name for name in names if name.rpartition(".")[0] not in layers}
+
+    own = model.state_dict()
+    wanted, there = outside(own), outside(state) | set(shared)
+    if wanted != there or not set(shared.values()) <= set(state):
+        unlike = ", ".join(sorted(wanted ^ there)[:3])
+        raise ValueError(f"path {file!r} is of another model: {unlike} is only in one of the two")
+    for name in wanted:
+        shape = list(state[shared.get(name, name)].shape)
+        if shape != list(own[name].shape):
+            raise ValueError(
+                f"path {file!r} is of another model: {name} has shape {shape}, not {list(own[name].shape)}"
+            )
+    kept = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta" and name not in own]
+    if kept:
+        raise ValueError(f"model has {kept[0]} on the meta device, which no file holds; build the model off it")
+
+
+def _get(model: nn.Module, name: str) -> Any:
+    parent, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(parent), last)
+
+
+def _set(model: nn.Module, name: str, value: Any) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, value)

@@ -1,0 +1,180 @@
+"""Generation: the tokens of Transformers, with every cache; draws only from what the options leave."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from course_lib.generation import choose_tokens, generate
+from course_lib.models import DecoderConfig, DecoderLM, load
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, bos_token_id=None, eos_token_id=None)).eval()
+
+
+@pytest.fixture(scope="module", params=["DecoderLM", "Transformers"])
+def model(request, theirs):
+    return DecoderLM.from_transformers(theirs) if request.param == "DecoderLM" else theirs
+
+
+def prompts(batch: int = 3, length: int = 7) -> torch.Tensor:
+    return torch.randint(1, SMALL["vocab_size"], (batch, length))
+
+
+def expected(theirs, ids, new, **options):
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    return theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "object", None])
+@pytest.mark.parametrize("padded", [False, True])
+def test_greedy_tokens_are_those_of_transformers(model, theirs, cache, padded):
+    ids = prompts()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3], mask[2, :1] = 0, 0
+    kind = StaticCache(config=theirs.config, max_cache_len=40) if cache == "object" else cache
+    found = generate(model, ids, max_new_tokens=12, cache=kind, attention_mask=mask)
+    assert torch.equal(found.sequences, expected(theirs, ids, 12, attention_mask=mask))
+    assert found.prefill_seconds > 0
+    assert found.decode_seconds > 0
+
+
+def test_the_cache_serves_another_call(model):
+    ids = prompts(batch=2)
+    whole = generate(model, ids, max_new_tokens=10)
+    first = generate(model, ids, max_new_tokens=4, cache=DynamicCache())
+    assert first.cache.get_seq_length() == ids.shape[1] + 3
+    second = generate(model, first.sequences, max_new_tokens=6, cache=first.cache)
+    assert torch.equal(second.sequences, whole.sequences)
+
+
+def test_a_row_ends_at_its_token_and_all_rows_end_the_loop(model, theirs):
+    ids = prompts(batch=4)
+    free = generate(model, ids, max_new_tokens=12).sequences
+    ends = [int(free[0, 8]), int(free[1, 10])]
+    told: list[torch.Tensor] = []
+    found = generate(model, ids, max_new_tokens=12, eos_token_id=ends, on_token=told.append).sequences
+    assert torch.equal(torch.stack(told, dim=1), found[:, 7:])
+    for row, unstopped in zip(found, free, strict=True):
+        stops = [place for place in range(7, 19) if int(unstopped[place]) in ends]
+        if not stops:
+            assert torch.equal(row, unstopped)
+            continue
+        assert torch.equal(row[: stops[0] + 1], unstopped[: stops[0] + 1])
+        assert (row[stops[0] :] == unstopped[stops[0]]).all()
+    alone = generate(model, ids[:1], max_new_tokens=12, eos_token_id=ends[0]).sequences
+    assert alone.shape[1] == 7 + 1 + (free[0, 7:] == ends[0]).nonzero()[0].item()
+
+
+def test_a_seed_repeats_its_draws_and_another_draws_otherwise(model):
+    ids = prompts(batch=8)
+    draws = [generate(model, ids, max_new_tokens=8, temperature=2.0, seed=seed).sequences for seed in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@given(st.integers(1, 40), st.floats(0.05, 1.0), st.floats(0.2, 3.0), st.integers(0, 2**31))
+def test_draws_come_from_what_transformers_would_leave(top_k, top_p, temperature, seed):
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(1, 30, generator=draw)
+    left = TopKLogitsWarper(top_k)(None, logits / temperature)
+    left = TopPLogitsWarper(top_p)(None, left)
+    rows = logits.expand(300, -1)
+    found = choose_tokens(rows, temperature=temperature, top_k=top_k, top_p=top_p, generator=draw)
+    assert torch.isfinite(left[0, found]).all()
+    if torch.isfinite(left).sum() > 1 and left.softmax(-1).max() < 0.9:
+        assert found.unique().numel() > 1
+
+
+def test_draws_have_the_probabilities_of_softmax():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    draw = torch.Generator().manual_seed(0)
+    found = choose_tokens(logits.expand(40_000, -1), temperature=1.5, generator=draw).bincount(minlength=4) / 40_000
+    torch.testing.assert_close(found, (logits[0] / 1.5).softmax(-1), atol=0.01, rtol=0)
+
+
+def test_top_k_of_one_and_a_tiny_top_p_are_greedy():
+    logits = torch.randn(20, 30)
+    for options in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert torch.equal(choose_tokens(logits, temperature=1.0, **options), logits.argmax(-1))
+
+
+def test_a_native_checkpoint_writes_bytes():
+    decoder, tokenizer = load("course/rope")
+    prompt = "def __init__(self, *args"
+    found = generate(decoder, tokenizer(prompt, return_tensors="pt")["input_ids"], max_new_tokens=20)
+    text = tokenizer.decode(found.sequences[0])
+    assert text.startswith(prompt)
+    assert len(text) == len(prompt) + 20
+
+
+def test_dynamic_ntk_past_its_limit_is_the_uncached_text_or_a_refusal():
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    torch.manual_seed(1)
+    decoder = DecoderLM(DecoderConfig(**SMALL | {"max_position_embeddings": 12}, rope_parameters=scaling)).eval()
+    ids = prompts(batch=1, length=8)
+    assert torch.equal(
+        generate(decoder, ids, max_new_tokens=5).sequences, generate(decoder, ids, max_new_tokens=5, cache=None).sequences
+    )
+    with pytest.raises(ValueError, match=r"^rope_type 'dynamic' turns keys otherwise at length 13 than"):
+        generate(decoder, ids, max_new_tokens=20)
+    long = generate(decoder, ids, max_new_tokens=20, cache=None).sequences
+    for end in range(8, 28):
+        assert long[0, end] == decoder(long[:, :end]).logits[0, -1].argmax()
+
+
+def test_learned_positions_end_with_a_sentence():
+    decoder = DecoderLM(DecoderConfig(**SMALL | {"max_position_embeddings": 9}, position="learned"))
+    with pytest.raises(ValueError, match=r"^positions holds 9; this model has learned positions 0 to 8$"):
+        generate(decoder, prompts(), max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; a whole number of at least 1 is needed"),
+        ({"input_ids": torch.ones(3)}, "input_ids has shape .3. and dtype torch.float32; integers"),
+        ({"input_ids": torch.ones(1, 0).long()}, r"input_ids has shape \[1, 0\]"),
+        ({"cache": "paged"}, "cache is 'paged'; accepted are dynamic, static, a cache object, or None"),
+        ({"temperature": -1.0}, "temperature is -1.0; 0"),
+        ({"temperature": float("nan")}, "temperature is nan; 0"),
+        ({"top_k": 0, "temperature": 1.0}, "top_k is 0; a whole number of at least 1 is needed"),
+        ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5; a number above 0 and at most 1 is needed"),
+        ({"top_k": 3}, "top_k is 3 and temperature 0, which always takes the most likely token"),
+        ({"attention_mask": torch.ones(1, 2)}, r"attention_mask has shape \[1, 2\] and input_ids \[1, 3\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask hides the last token of a prompt"),
+    ],
+)
+def test_calls_that_cannot_be_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        generate(model, **{"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 1} | options)
+
+
+def test_a_cache_that_holds_everything_is_refused(model):
+    ids = prompts(batch=1)
+    first = generate(model, ids, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"^cache holds 9 tokens and input_ids 7; at least one token must be new$"):
+        generate(model, ids, max_new_tokens=3, cache=first.cache)
