@@ -1,1 +1,1 @@
-"""Production Triton kernels. Importing a module of this room needs Triton; nothing is compiled until a kernel runs."""
+"""Production Triton kernels. All but `rope_arguments` need Triton when imported; nothing is compiled until a kernel runs."""

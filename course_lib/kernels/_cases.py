@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from course_lib.kernels._targets import TARGETS
+from course_lib.kernels.rope_arguments import LAYOUTS, Layout
 
 NEWER = tuple(name for name in TARGETS if name != "sm_75")
 
@@ -41,6 +42,7 @@ class CompileCase:
 def compile_cases() -> Iterator[CompileCase]:
     """Yield the cases of every kernel module."""
     yield from _flash_attention()
+    yield from _rope()
 
 
 def _flash_attention() -> Iterator[CompileCase]:
@@ -73,6 +75,34 @@ def _flash_attention() -> Iterator[CompileCase]:
     for head_dim in (64, 128):
         launch = partial(_attend, torch.float16, head_dim=head_dim, causal=True, backward=False)
         yield CompileCase(f"attention float16 {head_dim} causal, T4", launch, matrix="none", targets=("sm_75",))
+
+
+def _rope() -> Iterator[CompileCase]:
+    uses: dict[str, dict[str, Any]] = {
+        "bfloat16": {"dtype": torch.bfloat16},
+        "bfloat16, gradient": {"dtype": torch.bfloat16, "gradient": True},
+        "float32, in place": {"dtype": torch.float32, "inplace": True},
+        "float16, partial": {"dtype": torch.float16, "pairs": 16},
+    }
+    for layout in LAYOUTS:
+        for use, options in uses.items():
+            targets = NEWER if options["dtype"] == torch.bfloat16 else tuple(TARGETS)
+            yield CompileCase(f"rope {layout} {use}", partial(_turn, layout, **options), "none", targets)
+
+
+def _turn(
+    layout: Layout, dtype: torch.dtype, *, pairs: int = 64, inplace: bool = False, gradient: bool = False
+) -> None:
+    """Turn 32 query heads and 8 key heads of 128 over 4,096 tokens, laid out as projections leave them, or their gradients."""
+    from course_lib.kernels import rope
+
+    batch, length, head_dim = 2, 4096, 128
+    q, k = (_meta(batch, length, heads, head_dim, dtype=dtype).detach().transpose(1, 2) for heads in (32, 8))
+    cos, sin = (_meta(length, pairs).detach() for _ in range(2))
+    if gradient:
+        rope.Rotation.apply(cos, sin, layout, True, q, k)  # type: ignore[no-untyped-call]
+    else:
+        rope.rope_qk(q, k, cos, sin, layout=layout, inplace=inplace)
 
 
 def _attend(

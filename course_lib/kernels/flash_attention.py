@@ -4,8 +4,8 @@ Functions
 ---------
 flash_attention, flash_attention_varlen
     Attention of padded and of packed sequences, with gradients.
-refusal
-    Why the kernels cannot run on a tensor.
+refusal, machine_refusal
+    Why the kernels, or any kernel, cannot run on a tensor.
 configuration
     The block sizes, warps and stages of a kernel on a card.
 """
@@ -142,26 +142,42 @@ def refusal(q: torch.Tensor) -> str | None:
     """
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the kernel computes in float16, bfloat16 or float32, and q is {_name(q.dtype)}"
+    if INTERPRETED and q.dtype == torch.bfloat16:
+        garbage = "the interpreter multiplies the raw bits of bfloat16, so its result is garbage"
+        return f"{garbage}; use float32 or float16, or another backend"
+    older = torch.version.hip is None and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8
+    if older and q.dtype == torch.float32 and q.shape[-1] > 128:
+        return "float32 with a head_dim above 128 exceeds the shared memory of cards before compute capability 8.0"
+    return machine_refusal(q, "q")
+
+
+def machine_refusal(x: torch.Tensor, name: str) -> str | None:
+    """Return why no kernel can run on a tensor of its dtype where it is, as the end of a sentence, or None.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floating.
+    name : str
+        What the caller calls it.
+    """
     if INTERPRETED:
-        if q.dtype == torch.bfloat16:
-            garbage = "the interpreter multiplies the raw bits of bfloat16, so its result is garbage"
-            return f"{garbage}; use float32 or float16, or another backend"
+        if x.dtype == torch.bfloat16:
+            return "the interpreter cuts results in bfloat16 off where a card rounds them; use float32 or float16"
         versions = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy)]
         if versions[0] < (3, 7) and versions[1] >= (2, 4):
             return (
                 f"the interpreter of Triton {triton.__version__} needs NumPy below 2.4, and this is {numpy.__version__}"
             )
         return None
-    if q.device.type == "cpu":
+    if x.device.type == "cpu":
         return "a CPU runs Triton kernels only in its interpreter: set TRITON_INTERPRET=1 before the first import of triton"
-    if q.device.type != "cuda":
-        return f"the kernel runs on NVIDIA and AMD cards, and q is on {q.device}"
-    if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        if major < 8 and q.dtype == torch.bfloat16:
+    if x.device.type != "cuda":
+        return f"the kernel runs on NVIDIA and AMD cards, and {name} is on {x.device}"
+    if torch.version.hip is None and x.dtype == torch.bfloat16:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        if major < 8:
             return f"bfloat16 needs a card of compute capability 8.0, and this one has {major}.{minor}; use float16"
-        if major < 8 and q.dtype == torch.float32 and q.shape[-1] > 128:
-            return f"float32 with a head_dim above 128 exceeds the shared memory of compute capability {major}.{minor}"
     return None
 
 
@@ -299,7 +315,7 @@ class _FlashAttention(torch.autograd.Function):
         tensors, rules = _Tensors(*arguments[:-1]), arguments[-1]
         q, v = tensors.q, tensors.v
         shared = _shared(tensors, rules)
-        output = _empty_like(q, v.shape[-1])
+        output = laid_out_like(q, v.shape[-1])
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         shift, factor = torch.empty_like(lse), torch.empty_like(lse) if shared["CAREFUL"] else None
         results = {"out_ptr": output, "lse_ptr": lse, "shift_ptr": shift, "factor_ptr": factor}
@@ -323,10 +339,10 @@ class _FlashAttention(torch.autograd.Function):
         _launch(delta_kernel, shared | {"out_ptr": output, "grad_lse_ptr": grad_lse} | _strides("o", "m", output))
         dq = dk = dv = None
         if ctx.needs_input_grad[0]:
-            dq = _empty_like(q, q.shape[-1])
+            dq = laid_out_like(q, q.shape[-1])
             _launch(dq_kernel, shared | {"dq_ptr": dq} | _strides("dq", "m", dq))
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dk, dv = _empty_like(k, k.shape[-1]), _empty_like(v, v.shape[-1])
+            dk, dv = laid_out_like(k, k.shape[-1]), laid_out_like(v, v.shape[-1])
             results = {"dk_ptr": dk, "dv_ptr": dv} | _strides("dk", "n", dk) | _strides("dv", "n", dv)
             _launch(dkdv_kernel, shared | results)
         return dq, dk, dv, None, None, None, None, None
@@ -412,8 +428,8 @@ def _last_axis_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _empty_like(tensor: torch.Tensor, last: int) -> torch.Tensor:
-    """Return an empty tensor with a last axis of its own, heads and rows in the order that they have in memory."""
+def laid_out_like(tensor: torch.Tensor, last: int) -> torch.Tensor:
+    """Return an empty tensor with a last axis of its own, heads and rows in the order that they have in the tensor's memory."""
     batch, heads, rows, _ = tensor.shape
     if tensor.stride(1) < tensor.stride(2):
         return tensor.new_empty(batch, rows, heads, last).transpose(1, 2)

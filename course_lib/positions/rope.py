@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-Layout = Literal["half", "interleaved"]
-LAYOUTS = ("half", "interleaved")
+from course_lib.kernels.rope_arguments import LAYOUTS, Layout, check_rope
 
 
 def rope_cos_sin(
@@ -57,22 +54,16 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: La
     ValueError
         If ``layout`` is unknown or the shapes do not fit.
 
+    See Also
+    --------
+    course_lib.kernels.rope : The same in one pass over memory, queries and keys together, in place if wanted.
+
     References
     ----------
     Su et al., "RoFormer", 2021, equation 34.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; accepted are {', '.join(LAYOUTS)}")
+    check_rope(x, cos, sin, layout)
     pairs = cos.shape[-1]
-    if cos.shape != sin.shape:
-        raise ValueError(f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}; they must be equal")
-    if 2 * pairs > x.shape[-1]:
-        raise ValueError(
-            f"cos has {pairs} columns and x a head_dim of {x.shape[-1]}; one column for each pair, at most "
-            f"{x.shape[-1] // 2}, is accepted"
-        )
-    if cos.shape[-2] != x.shape[-2]:
-        raise ValueError(f"cos has {cos.shape[-2]} positions and x {x.shape[-2]}; they must be equal")
     if cos.ndim == 3 and x.ndim == 4:
         cos, sin = cos[:, None], sin[:, None]
     working = torch.promote_types(x.dtype, torch.float32)
@@ -81,7 +72,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: La
     first, second = turned.chunk(2, dim=-1) if layout == "half" else (turned[..., 0::2], turned[..., 1::2])
     ends = (first * cos - second * sin, second * cos + first * sin)
     rotated = torch.cat(ends, dim=-1) if layout == "half" else torch.stack(ends, dim=-1).flatten(-2)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def convert_rope_layout(

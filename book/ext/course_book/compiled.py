@@ -80,7 +80,8 @@ def summary_row(target: Target, entries: list[Compiled]) -> list[str]:
 
 def figures(target: Target, entry: Compiled) -> list[str]:
     """Return what stands in a compiled kernel's line after the case."""
-    blocks = [entry.constants[name] for name in ("BLOCK_M", "BLOCK_N") if name in entry.constants]
+    tile = ("BLOCK_M", "BLOCK_N", "TOKENS", "Q_HEADS", "BLOCK_P")
+    blocks = [entry.constants[name] for name in tile if name in entry.constants]
     # Machine code says more than PTX where there are both; its names are the ones in capitals.
     machine = {name: count for name, count in entry.instructions.items() if name.isupper()} or entry.instructions
     return [
