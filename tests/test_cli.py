@@ -72,6 +72,7 @@ def test_json_adds_up_and_answers_for_one_card():
         (["vram", "octocoder", "--attention", "magic"], ["magic", "flash"]),
         (["vram", "octocoder", "--gpu", "abacus"], ["abacus", "T4"]),
         (["models", "fetch", "nonsense"], ["nonsense", "smollm2-135m"]),
+        (["train", "rop"], ["rop", "rope"]),
         (["address", "not-an-address"], ["not-an-address", "owner/name"]),
         (["nonsense"], ["nonsense"]),
     ],
@@ -118,7 +119,7 @@ def test_int4_cache_on_a_model_without_attention_is_one_line(tmp_path):
 def test_doctor_reports_without_failing():
     done = course("doctor")
     assert done.returncode == 0, done.stderr
-    for what in ("Python", "PyTorch", "Triton", "CUDA card", "model, offline", "JupyterLab"):
+    for what in ("Python", "PyTorch", "Triton", "CUDA card", "model, offline", "corpus, offline", "JupyterLab"):
         assert what in done.stdout
 
 

@@ -44,6 +44,15 @@ class Wheel:
     size: int
 
 
+#: SymPy is under the BSD licence; its source is read where pip puts it and never copied into this repository.
+CORPUS = Wheel(
+    what="the corpus",
+    requirement="sympy==1.14.0",
+    sha256="e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5",
+    size=6_299_353,
+)
+
+
 def cache_dir() -> Path:
     """Return the folder for models and data: ``COURSE_CACHE``, or ``llm-inference-measured`` in the user's caches.
 
@@ -66,6 +75,11 @@ def cache_dir() -> Path:
     return Path(caches) / "llm-inference-measured"
 
 
+def wheel_place(wheel: Wheel) -> Path:
+    """Return where a wheel stands in the user's cache once it is fetched."""
+    return cache_dir() / f"{wheel.requirement.replace('==', '-')}.whl"
+
+
 def fetch_wheel(wheel: Wheel) -> Path:
     """Return the file of a wheel in the user's cache, brought there on first use.
 
@@ -77,7 +91,7 @@ def fetch_wheel(wheel: Wheel) -> Path:
     from rich.console import Console
     from rich.progress import Progress
 
-    place = cache_dir() / f"{wheel.requirement.replace('==', '-')}.whl"
+    place = wheel_place(wheel)
     if place.exists() and sha256(place) == wheel.sha256:
         return place
     try:

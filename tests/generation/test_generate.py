@@ -137,7 +137,8 @@ def test_dynamic_ntk_past_its_limit_is_the_uncached_text_or_a_refusal():
     decoder = DecoderLM(DecoderConfig(**SMALL | {"max_position_embeddings": 12}, rope_parameters=scaling)).eval()
     ids = prompts(batch=1, length=8)
     assert torch.equal(
-        generate(decoder, ids, max_new_tokens=5).sequences, generate(decoder, ids, max_new_tokens=5, cache=None).sequences
+        generate(decoder, ids, max_new_tokens=5).sequences,
+        generate(decoder, ids, max_new_tokens=5, cache=None).sequences,
     )
     with pytest.raises(ValueError, match=r"^rope_type 'dynamic' turns keys otherwise at length 13 than"):
         generate(decoder, ids, max_new_tokens=20)

@@ -206,7 +206,7 @@ def test_loading_makes_no_connection_and_no_noise(model_folder, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2", "SmolLM2-135M", "", "../etc/passwd", "a/b/c", "course/rope", "org/", "../x", None, 3]
+    "name", ["smollm2", "SmolLM2-135M", "", "../etc/passwd", "a/b/c", "course", "org/", "../x", None, 3]
 )
 def test_unknown_names_are_one_error_that_says_what_is_accepted(name):
     with pytest.raises(ValueError, match=rf"name must be 'smollm2-135m' .* got {re.escape(repr(name))}"):
