@@ -136,7 +136,7 @@ def test_choice_on_a_cpu_has_a_reason_and_runs(case):
 class Card:
     """Stands for a tensor on a card, as far as the choice looks at it."""
 
-    device = torch.device("cuda")
+    device, is_cuda = torch.device("cuda"), True
 
     def __init__(self, tensor):
         self.shape, self.dtype, self.numel = tensor.shape, tensor.dtype, tensor.numel
