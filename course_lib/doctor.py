@@ -127,7 +127,9 @@ def _corpus() -> Finding:
     place = wheel_place(CORPUS)
     found = place.exists() and place.stat().st_size == CORPUS.size
     return Finding(
-        f"{CORPUS.what}, offline", found, str(place) if found else "course models fetch downloads it once (6 MB)"
+        f"{CORPUS.what}, offline",
+        found,
+        str(place) if found else f"course models fetch downloads it once ({CORPUS.size / 1e6:.0f} MB)",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from course_lib.generation.sampling import check_sampling, choose_tokens
+from course_lib.memory.meta import cache_argument
 from course_lib.models.decoder import DecoderLM
 
 CACHES = ("dynamic", "static")
@@ -167,9 +167,7 @@ def _next_logits(
     if isinstance(model, DecoderLM):
         logits = model(tokens, cache=cache, attention_mask=mask, logits_to_keep=1).logits
         return logits[:, -1]
-    # Newer versions of Transformers call the argument cache.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    options: dict[str, Any] = {name: cache, "use_cache": cache is not None}
+    options: dict[str, Any] = {cache_argument(model): cache, "use_cache": cache is not None}
     if mask is not None:
         options |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]}
     logits = model(tokens, logits_to_keep=1, **options).logits

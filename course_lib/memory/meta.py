@@ -172,15 +172,19 @@ def _does_not_run(model: Any, error: Exception | None) -> ValueError:
     return ValueError(f"{type(model).__name__} does not run on the meta device with a layered cache: {reason}")
 
 
+def cache_argument(model: Any) -> str:
+    """Return what the forward pass of a Transformers model calls its cache: ``cache``, or before 5.24 ``past_key_values``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _run(model: Any, tokens: int, device: Any) -> list[StoredTensor]:
     import torch
     from transformers import DynamicCache
 
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad(), device, quiet():
         cache = DynamicCache(config=model.config)
         inputs = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-        model(input_ids=inputs, use_cache=True, **{argument: cache})
+        model(input_ids=inputs, use_cache=True, **{cache_argument(model): cache})
     return _tensors(cache)
 
 

@@ -85,7 +85,7 @@ def read_checkpoint(place: Path, *, dtype: torch.dtype, device: torch.device) ->
         raise ModelUnavailableError(f"{place.name} is damaged ({reason}): install the course anew.") from error
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
-    return model.requires_grad_(True).eval()
+    return model.eval()
 
 
 def write_checkpoint(place: Path, model: DecoderLM, config: dict[str, Any]) -> None:

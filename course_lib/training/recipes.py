@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch.nn.utils.rnn import pad_sequence
 
+from course_lib import machine
 from course_lib.models import DecoderConfig, DecoderLM
-from course_lib.models.checkpoints import FOLDER, log_name, read_checkpoint, write_checkpoint
+from course_lib.models.checkpoints import FOLDER, log_name, write_checkpoint
 from course_lib.training.corpus import Corpus, load_corpus
 from course_lib.training.loop import Recipe, bits_per_byte, train
 
@@ -66,13 +64,8 @@ def evaluation_texts(corpus: Corpus, *, per_file: int = 4) -> torch.Tensor:
         uint8 ``[texts, 2049]``. The first texts of all files come first, then the second ones.
     """
     size = max(LENGTHS) + 1
-    pieces = [
-        file[: len(file) // size * size].view(-1, size)[:per_file] for file in corpus.held_out if len(file) >= size
-    ]
-    # One row for each place in a file: pad with empty texts, then leave them out.
-    stacked = pad_sequence([piece.long() for piece in pieces], batch_first=True, padding_value=-1).transpose(0, 1)
-    texts = stacked.flatten(0, 1)
-    return texts[texts[:, 0] >= 0].to(torch.uint8)
+    ends = [size * (place + 1) for place in range(per_file)]
+    return torch.stack([file[end - size : end] for end in ends for file in corpus.held_out if len(file) >= end])
 
 
 def evaluate(model: DecoderLM, texts: torch.Tensor, lengths: tuple[int, ...] = LENGTHS) -> dict[int, torch.Tensor]:
@@ -143,25 +136,17 @@ def make_checkpoint(name: str, seed: int = 0, folder: Path = FOLDER) -> Path:
     corpus = load_corpus()
     state = folder / f".{name}-seed{seed}.state"
     losses = train(model, corpus, recipe, state=state)
-    weights = folder / (f"{name}.safetensors" if seed == 0 else f".{name}-seed{seed}.safetensors")
-    write_checkpoint(weights, model, CONFIGS[name])
+    if seed == 0:
+        write_checkpoint(folder / f"{name}.safetensors", model, CONFIGS[name])
     # What is evaluated is what is shipped: weights rounded to float16.
-    rounded = read_checkpoint(weights, dtype=torch.float32, device=torch.device("cpu"))
-    if seed:
-        weights.unlink()
-    scores = evaluate(rounded, evaluation_texts(corpus))
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    scores = evaluate(model.half().float(), evaluation_texts(corpus))
     log = {
         "name": name,
         "config": CONFIGS[name],
         "recipe": vars(recipe),
         "command": f"course train {name} --seed {seed}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": versions,
+        "versions": machine.versions(),
         "losses": [round(loss, 4) for loss in losses],
         "evaluation": {str(length): [round(bits, 4) for bits in found.tolist()] for length, found in scores.items()},
     }
