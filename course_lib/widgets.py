@@ -72,6 +72,79 @@ def memory_calculator(models: Sequence[str], *, context: int = 4096, batch_size:
     display({**live._repr_mimebundle_(), **still}, raw=True)
 
 
+#: Bits of exponent and of fraction; a sign stands before them.
+FLOAT_FORMATS = {
+    "float32": (8, 23),
+    "bfloat16": (8, 7),
+    "float16": (5, 10),
+    "float8_e4m3fn": (4, 3),
+    "float8_e5m2": (5, 2),
+}
+
+
+def number_formats(value: float = 0.1, *, largest: float = 1.0) -> None:
+    """Show how each format stores a number, bit by bit: two fields with a kernel, a table without.
+
+    Parameters
+    ----------
+    value : float
+        The number that the fields start with, and the table is made for.
+    largest : float
+        For int8, the largest magnitude among the numbers that share its scale.
+
+    Raises
+    ------
+    ValueError
+        If `value` is not finite, or `largest` not a positive number.
+    """
+    import math
+
+    for name, number, good in (("value", value, math.isfinite(value)), ("largest", largest, 0 < largest < math.inf)):
+        if not good:
+            raise ValueError(f"{name} must be a {'finite' if name == 'value' else 'positive'} number, got {number!r}")
+    import ipywidgets
+    from IPython.display import display
+
+    headers = ["format", "sign, exponent, fraction", "stored value", "relative error"]
+    still = forms(
+        headers,
+        _stored(value, largest),
+        caption=f"The number {value:g}; int8 with a scale for magnitudes up to {largest:g}. Run the notebook to type others.",
+    )
+    wanted = ipywidgets.FloatText(value=value, description="number")
+    scale = ipywidgets.BoundedFloatText(value=largest, min=1e-30, max=1e30, description="int8 up to")
+    answer = ipywidgets.HTML()
+
+    def recompute(_: Any = None) -> None:
+        if math.isfinite(wanted.value):
+            answer.value = table(headers, _stored(wanted.value, scale.value))
+
+    for control in (wanted, scale):
+        control.observe(recompute, names="value")
+    recompute()
+    live = ipywidgets.VBox([wanted, scale, answer])
+    display({**live._repr_mimebundle_(), **still}, raw=True)
+
+
+def _stored(value: float, largest: float) -> list[list[str]]:
+    """Return, for each format, the bits of a number in groups, the value they stand for, and how far it is off."""
+    import torch
+
+    found = []
+    for name, (exponent, fraction) in FLOAT_FORMATS.items():
+        width = 1 + exponent + fraction
+        kept = torch.tensor([value], dtype=torch.float32).to(getattr(torch, name))
+        number = int(kept.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width])) % 2**width
+        bits = f"{number:0{width}b}"
+        found.append((name, f"{bits[0]} {bits[1 : 1 + exponent]} {bits[1 + exponent :]}", float(kept.float())))
+    code = max(-127, min(127, round(value / largest * 127)))
+    found.append(("int8", f"{code % 256:08b}", code * largest / 127))
+    return [
+        [name, bits, f"{stored:.7g}", f"{abs(stored - value) / abs(value):.1e}" if value else "0"]
+        for name, bits, stored in found
+    ]
+
+
 TILE_ROWS = (16, 32, 64, 128, 256)
 
 

@@ -302,6 +302,65 @@ def test_shown_source_is_code_in_the_book_and_text_in_a_terminal(shown):
     assert data["text/plain"].startswith("return max(")
 
 
+def test_number_formats_move_with_a_kernel_and_teach_without(shown):
+    import struct
+
+    import torch
+
+    widgets.number_formats(0.1, largest=0.4)
+    ((data, _),) = shown
+    assert "application/vnd.jupyter.widget-view+json" in data
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in data["text/plain"].splitlines()[2:]}
+    (bits,) = struct.unpack(">I", struct.pack(">f", 0.1))
+    assert rows["float32"][1].replace(" ", "") == f"{bits:032b}"
+    assert rows["bfloat16"][1].replace(" ", "") == rows["float32"][1].replace(" ", "")[:15] + "1"  # rounded up
+    assert rows["int8"][1] == f"{32:08b}"
+    for name in widgets.FLOAT_FORMATS:
+        assert float(rows[name][2]) == pytest.approx(
+            float(torch.tensor(0.1).to(getattr(torch, name)).float()), rel=1e-6
+        )
+        assert [len(part) for part in rows[name][1].split()] == [1, *widgets.FLOAT_FORMATS[name]]
+
+
+@pytest.mark.parametrize("number", [0.0, -3.5, 1e-9, 1e9])
+def test_number_formats_take_any_finite_number(shown, number):
+    widgets.number_formats(number)
+    ((data, _),) = shown
+    rows = dict(line.split(" | ")[0:3:2] for line in data["text/plain"].splitlines()[2:])
+    assert float(rows["float32"]) == pytest.approx(number, rel=1e-6)
+    assert abs(float(rows["int8"])) <= 1
+
+
+def test_number_formats_follow_their_fields(shown, monkeypatch):
+    import ipywidgets
+
+    boxes = []
+    original = ipywidgets.VBox.__init__
+    monkeypatch.setattr(
+        ipywidgets.VBox,
+        "__init__",
+        lambda self, children=(), **k: (boxes.append(self), original(self, children, **k))[1],
+    )
+    widgets.number_formats()
+    number, largest, answer = boxes[0].children
+    for control, value in ((number, 0.3), (largest, 2.0)):
+        before = answer.value
+        control.value = value
+        assert answer.value != before
+    before = answer.value
+    number.value = float("nan")  # shows what it showed before
+    assert answer.value == before
+
+
+@pytest.mark.parametrize(
+    ("number", "largest", "says"), [(float("inf"), 1.0, "value must be"), (0.1, 0.0, "largest must be")]
+)
+def test_number_formats_refuse_what_they_cannot_show(shown, number, largest, says):
+    with pytest.raises(ValueError, match=says):
+        widgets.number_formats(number, largest=largest)
+    assert shown == []
+
+
 def test_tiles_move_with_a_kernel_and_teach_without(shown):
     from course_lib.attention.cost import flash_cost
 

@@ -14,8 +14,9 @@ TENSOR_NEEDED = "A torch.Tensor is needed."
 SHAPE_NEEDED = "The shape is not the one that the task states."
 BOOL_NEEDED = "A boolean tensor is needed: True or False for each pair of query and key."
 NUMBERS_NEEDED = "A tensor of floating-point numbers is needed."
+INTEGERS_NEEDED = "A tensor of whole numbers is needed, in an integer dtype."
 UNKNOWN = "No mistake known to this test gives these values: work the example by hand first."
-SENTENCES = (TENSOR_NEEDED, SHAPE_NEEDED, BOOL_NEEDED, NUMBERS_NEEDED, UNKNOWN)
+SENTENCES = (TENSOR_NEEDED, SHAPE_NEEDED, BOOL_NEEDED, NUMBERS_NEEDED, INTEGERS_NEEDED, UNKNOWN)
 SMALL = 24  # elements that a message still shows
 
 
@@ -33,7 +34,8 @@ def check(
     answer : object
         What the function under test returned.
     expected : Tensor
-        The right answer. A boolean tensor wants equality, a floating one four equal digits, in any floating dtype.
+        The right answer. A boolean tensor wants equality, one of integers too, in any integer dtype; a floating one four equal
+        digits, in any floating dtype.
     mistakes, inputs, case
         As for :func:`course_lib.exercises.checks.check`, with tensors for values.
 
@@ -60,6 +62,8 @@ def check(
         reason = BOOL_NEEDED
     elif not reason and expected.is_floating_point() and not answer.is_floating_point():
         reason = NUMBERS_NEEDED
+    elif not reason and _whole(expected) and not _whole(answer):
+        reason = INTEGERS_NEEDED
     found = f"your function returns {_show(answer)}; right is {_show(expected)}" if case else "your function is wrong"
     raise checks.WrongAnswer(f"For {where} {found}. {reason or UNKNOWN}")
 
@@ -69,10 +73,18 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     if one.shape != other.shape or torch.bool in (one.dtype, other.dtype):
         return bool(one.dtype == other.dtype and torch.equal(one, other))
+    if _whole(one) and _whole(other):
+        return torch.equal(one.long(), other.long())
     if not (one.is_floating_point() and other.is_floating_point()):
         return False
     # A mistake may lead to NaN, and NaN to its explanation.
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return not (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex())
 
 
 def _show(tensor: torch.Tensor) -> str:

@@ -52,6 +52,17 @@ def test_a_mask_wants_truth_values_and_all_of_them() -> None:
         tensors.check(~mask, mask, lambda: {"upside down": ~mask})
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_whole_numbers_want_equality_in_any_integer_dtype(dtype: torch.dtype) -> None:
+    right = torch.tensor([7, 0, 3])
+    tensors.check(right.to(dtype), right)
+    with pytest.raises(WrongAnswer, match=re.escape("one too many")):
+        tensors.check((right + 1).to(dtype), right, lambda: {"one too many": right + 1})
+    for answer in (right.float(), right.bool()):
+        with pytest.raises(WrongAnswer, match=re.escape(tensors.INTEGERS_NEEDED)):
+            tensors.check(answer, right)
+
+
 def test_a_large_tensor_is_not_printed() -> None:
     with pytest.raises(WrongAnswer, match=re.escape("a tensor of shape [100]")):
         tensors.check(torch.ones(100), torch.zeros(100), case="f(3)")
