@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from course_lib.memory import Card, cards
 
 if TYPE_CHECKING:
     import torch
+
+Result = TypeVar("Result")
 
 
 def card_of(device_name: str) -> Card | None:
@@ -136,3 +140,131 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, 
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for name, pairs in events.items()}
+
+
+# ---- what the studies of the workbench share
+
+
+def numbers(text: str) -> list[int]:
+    """Return numbers of at least 1 that are separated by commas: the type of a command line's option.
+
+    Raises
+    ------
+    ValueError
+        If there is anything else in the text.
+    """
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+class Numbered(Protocol):
+    """A version of a study."""
+
+    @property
+    def number(self) -> int: ...
+
+
+def study_options(documentation: str, versions: Sequence[Numbered]) -> argparse.ArgumentParser:
+    """Return the options that every study of numbered versions takes: a folder for raw results, and which versions run.
+
+    Parameters
+    ----------
+    documentation : str
+        The study's own, whose first line says what it is.
+    versions : sequence
+        All there are. The parsed option ``versions`` is a list of those that were asked for, by default of all.
+    """
+
+    def chosen(text: str) -> list[Numbered]:
+        wanted = numbers(text)
+        found = [version for version in versions if version.number in wanted]
+        if len(found) < len(set(wanted)):
+            raise argparse.ArgumentTypeError(f"{text} names more than there are: 1 to {len(versions)}")
+        return found
+
+    parser = argparse.ArgumentParser(description=documentation.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="folder that gets the raw results")
+    parser.add_argument("--versions", type=chosen, default=list(versions), metavar="1,2,...")
+    return parser
+
+
+def compare(
+    calls: Mapping[str, Callable[[], Result]],
+    error: Callable[[Result], float],
+    limit: float,
+    ours: Collection[str],
+    on_card: bool,
+) -> dict[str, dict[str, Any]]:
+    """Check what calls return, then time those that are right.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        By name.
+    error : callable
+        Returns the error of a result.
+    limit : float
+        The largest error that is accepted.
+    ours : collection of str
+        Calls that must be right; the others may fail, and are then listed with the reason.
+    on_card : bool
+        Whether a CUDA card runs them. Only then they are timed.
+
+    Returns
+    -------
+    dict of str to dict
+        ``error``, ``seconds`` and ``reason`` of each; what was not measured is None.
+
+    Raises
+    ------
+    ArithmeticError
+        If one of ours is wrong; then nothing is timed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        entry = found[name] = {"error": None, "seconds": None, "reason": None}
+        try:
+            entry["error"] = error(call())
+        except Exception as problem:
+            if name in ours:
+                raise
+            entry["reason"] = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            continue
+        if not entry["error"] <= limit:
+            entry["reason"] = f"its error is {entry['error']:.1e}, and {limit:.1e} is accepted"
+            if name in ours:
+                raise ArithmeticError(f"{name}: {entry['reason']}; nothing was timed")
+    if on_card:
+        right = {name: call for name, call in calls.items() if not found[name]["reason"]}
+        for name, seconds in medians(right).items():
+            found[name]["seconds"] = seconds
+    return found
+
+
+def eager_bytes(call: Callable[[], object]) -> int:
+    """Return the bytes that PyTorch's operations read and write during a call, each from memory and to it; views move nothing.
+
+    Parameters
+    ----------
+    call : callable
+        It may work on tensors without memory (``device="meta"``).
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Traffic(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if not function.is_view:
+                touched = tree_leaves((args, kwargs, result))  # type: ignore[no-untyped-call]
+                self.bytes += sum(one.nbytes for one in touched if isinstance(one, torch.Tensor))
+            return result
+
+    with Traffic() as traffic:  # type: ignore[no-untyped-call]
+        call()
+    return int(traffic.bytes)

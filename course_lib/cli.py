@@ -39,7 +39,9 @@ def vram(
     dtype: Annotated[
         str | None, typer.Option(help="Precision of the weights; the configuration's own by default.")
     ] = None,
-    quantization: Annotated[str | None, typer.Option(help="int8, fp4 or nf4 as bitsandbytes does them.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="int8, fp4, nf4, fp4-double, nf4-double, bfloat16, int4, int3 or int2.")
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 0,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 60,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,

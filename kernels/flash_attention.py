@@ -8,7 +8,6 @@ Heads are grouped unless `--kv-heads` is as much as `--heads`, which PyTorch's m
 The study versions compute causal attention of contiguous tensors whose head_dim is a power of two of at least 16.
 """
 
-import argparse
 import importlib.util
 import itertools
 import math
@@ -16,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from course_lib import machine
+from course_lib import benchmark, machine
 from course_lib.attention import attention
 from course_lib.attention.cost import flash_cost
 from course_lib.attention.yardstick import Attention, Contestant, measure, others
@@ -429,24 +427,13 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        found = [int(number) for number in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-        return found
-
     chosen, on_card = machine.choose(), not INTERPRETED
-    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("--json", type=Path, help="folder that gets the raw results")
-    arguments.add_argument("--versions", type=numbers, default=[one.number for one in VERSIONS], metavar="1,2,...")
+    arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--tokens", type=numbers, default=[1024, 4096, 16384] if on_card else [200], metavar="N,...")
     arguments.add_argument("--head-dims", type=numbers, default=[64, 128] if on_card else [32], metavar="D,...")
     arguments.add_argument("--heads", type=int, default=16 if on_card else 4, help="query heads")
     arguments.add_argument("--kv-heads", type=int, default=4 if on_card else 2, help="key and value heads")
     options = arguments.parse_args()
-    versions = [one for one in VERSIONS if one.number in options.versions]
-    if len(versions) < len(set(options.versions)):
-        arguments.error(f"--versions {options.versions} names more than there are: 1 to {len(VERSIONS)}")
 
     print(chosen)
     if not on_card:
@@ -462,7 +449,7 @@ def main() -> None:
                 "head_dim": head_dim,
             }
             print(f"\n{dtype}, causal, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, dtype, versions)
+            found = study(sizes, dtype, options.versions)
             print(table(found), flush=True)
             entries += found
     if options.json:

@@ -8,7 +8,6 @@ writes the result once. On a CUDA card the run also times compiled PyTorch and t
 elsewhere the kernels run in Triton's interpreter at small size, which checks them and says nothing about their speed.
 """
 
-import argparse
 import importlib.util
 import itertools
 import os
@@ -16,12 +15,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 if __name__ == "__main__" and importlib.util.find_spec("triton") is None:
     sys.exit(print("Triton is not installed (it exists for Linux), so there is nothing to study here."))
@@ -182,21 +178,6 @@ def production_bytes(batch: int, query_heads: int, kv_heads: int, tokens: int, h
     return data + batch * table_bytes(tokens, head_dim)
 
 
-class _Traffic(TorchDispatchMode):
-    """Adds up what PyTorch's operations read and write; views move nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not function.is_view:
-            touched = tree_leaves((args, kwargs, result))
-            self.bytes += sum(one.nbytes for one in touched if isinstance(one, torch.Tensor))
-        return result
-
-
 def eager_bytes(
     run: Rotate, batch: int, query_heads: int, kv_heads: int, tokens: int, head_dim: int, element_size: int
 ) -> int:
@@ -205,9 +186,7 @@ def eager_bytes(
     with torch.device("meta"):
         q, k = (torch.empty(batch, heads, tokens, head_dim, dtype=dtype) for heads in (query_heads, kv_heads))
         cos, sin = torch.empty(2, tokens, head_dim // 2)
-        with _Traffic() as traffic:
-            run(q, k, cos, sin)
-    return traffic.bytes
+        return benchmark.eager_bytes(lambda: run(q, k, cos, sin))
 
 
 @dataclass(frozen=True)
@@ -279,40 +258,19 @@ def study(sizes: dict[str, int], dtype: torch.dtype, versions: list[Version]) ->
     limit = 2 * error(pytorch(q, k, cos, sin)) + torch.finfo(dtype).eps
     data = data_bytes(*sizes.values(), dtype.itemsize)
     least = Cost(3 * data // (2 * dtype.itemsize), data + table_bytes(sizes["tokens"], sizes["head_dim"]))
-    contestants = [(one.name, one.run, one) for one in versions]
-    contestants += [] if INTERPRETED else [(name, run, None) for name, run in others().items()]
-    entries, calls = [], {}
-    for name, run, version in contestants:
-        entry = {
-            "name": name,
-            "version": version and version.number,
-            **sizes,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        entry |= {"flop": least.flops, "least_bytes": least.bytes, "bytes_moved": None, "error": None, "limit": limit}
-        entry |= {"seconds": None, "share_of_bound": None, "reason": None}
-        entries.append(entry)
-        if version:
-            entry["bytes_moved"] = version.bytes_moved(*sizes.values(), dtype.itemsize)
-        mine = (q.clone(), k.clone(), cos, sin)  # some turn them in place
-        try:
-            entry["error"] = error(run(*mine))
-        except Exception as problem:
-            if version:
-                raise
-            entry["reason"] = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            continue
-        if not entry["error"] <= limit:
-            entry["reason"] = f"its error is {entry['error']:.1e}, and {limit:.1e} is accepted"
-            if version:
-                raise ArithmeticError(f"{name}, {sizes}: {entry['reason']}; nothing was timed")
-            continue
-        calls[str(len(entries) - 1)] = partial(run, *mine)
-    if not INTERPRETED:
-        card = benchmark.card_of(torch.cuda.get_device_name())
-        for index, seconds in benchmark.medians(calls).items():
-            share = least.bytes / card.bandwidth_bytes_per_second / seconds if card else None
-            entries[int(index)] |= {"seconds": seconds, "share_of_bound": share}
+    known = {one.name: one for one in versions}
+    runs = {one.name: one.run for one in versions} | ({} if INTERPRETED else others())
+    # Some turn them in place.
+    calls = {name: partial(run, q.clone(), k.clone(), cos, sin) for name, run in runs.items()}
+    card, entries = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name()), []
+    for name, found in benchmark.compare(calls, error, limit, known, not INTERPRETED).items():
+        version, share = known.get(name), None
+        if card and found["seconds"]:
+            share = least.bytes / card.bandwidth_bytes_per_second / found["seconds"]
+        entry = {"name": name, "version": version and version.number, **sizes}
+        entry |= {"dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
+        entry["bytes_moved"] = version and version.bytes_moved(*sizes.values(), dtype.itemsize)
+        entries.append(entry | {"limit": limit} | found | {"share_of_bound": share})
     return entries
 
 
@@ -340,24 +298,13 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        found = [int(number) for number in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-        return found
-
     chosen, on_card = machine.choose(), not INTERPRETED
-    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("--json", type=Path, help="folder that gets the raw results")
-    arguments.add_argument("--versions", type=numbers, default=[one.number for one in VERSIONS], metavar="1,2,...")
+    arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--tokens", type=numbers, default=[1, 1024, 16384] if on_card else [1, 40], metavar="N,...")
     arguments.add_argument("--head-dims", type=numbers, default=[64, 128] if on_card else [32], metavar="D,...")
     arguments.add_argument("--heads", type=int, default=32 if on_card else 4, help="query heads")
     arguments.add_argument("--kv-heads", type=int, default=8 if on_card else 2, help="key heads")
     options = arguments.parse_args()
-    versions = [one for one in VERSIONS if one.number in options.versions]
-    if len(versions) < len(set(options.versions)):
-        arguments.error(f"--versions {options.versions} names more than there are: 1 to {len(VERSIONS)}")
 
     print(chosen)
     if not on_card:
@@ -373,7 +320,7 @@ def main() -> None:
                 "head_dim": head_dim,
             }
             print(f"\n{dtype}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, dtype, versions)
+            found = study(sizes, dtype, options.versions)
             print(table(found), flush=True)
             entries += found
     if options.json:

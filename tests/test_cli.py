@@ -68,7 +68,7 @@ def test_json_adds_up_and_answers_for_one_card():
         (["vram", "octocoder", "--context", "many"], ["--context", "integer"]),
         (["vram", "octocoder", "--batch", "0"], ["--batch", "0"]),
         (["vram", "octocoder", "--dtype", "float17"], ["float17", "bfloat16"]),
-        (["vram", "octocoder", "--quantization", "int3"], ["int3", "int8"]),
+        (["vram", "octocoder", "--quantization", "int5"], ["int5", "int8"]),
         (["vram", "octocoder", "--attention", "magic"], ["magic", "flash"]),
         (["vram", "octocoder", "--gpu", "abacus"], ["abacus", "T4"]),
         (["models", "fetch", "nonsense"], ["nonsense", "smollm2-135m"]),

@@ -43,6 +43,7 @@ def compile_cases() -> Iterator[CompileCase]:
     """Yield the cases of every kernel module."""
     yield from _flash_attention()
     yield from _rope()
+    yield from _quantized_matmul()
 
 
 def _flash_attention() -> Iterator[CompileCase]:
@@ -88,6 +89,66 @@ def _rope() -> Iterator[CompileCase]:
         for use, options in uses.items():
             targets = NEWER if options["dtype"] == torch.bfloat16 else tuple(TARGETS)
             yield CompileCase(f"rope {layout} {use}", partial(_turn, layout, **options), "none", targets)
+
+
+def _quantized_matmul() -> Iterator[CompileCase]:
+    half = torch.bfloat16
+    schemes: dict[str, dict[str, Any]] = {
+        "int8 rows": {"scheme": "int8", "block_size": 4096},
+        "int4 128": {"scheme": "int4", "block_size": 128},
+        "int4 64 zero-point": {"scheme": "int4", "block_size": 64, "zero_point": True},
+        "nf4 64": {"scheme": "nf4", "block_size": 64},
+        "nf4 64 double": {"scheme": "nf4", "block_size": 64, "double_quant": True},
+    }
+    for name, options in schemes.items():
+        for rows, matrix in ((1, "none"), (16, "own"), (512, "own")):
+            launch = partial(_multiply, rows, half, **options)
+            yield CompileCase(f"quantised {name} bfloat16, rows {rows}", launch, matrix)
+    nf4 = schemes["nf4 64"]
+    for rows in (2, 4):
+        yield CompileCase(f"quantised nf4 64 bfloat16, rows {rows}", partial(_multiply, rows, half, **nf4), "none")
+    few, many = (partial(_multiply, rows, torch.float16, **nf4) for rows in (1, 512))
+    yield CompileCase("quantised nf4 64 float16, rows 1", few, "none", tuple(TARGETS))
+    yield CompileCase("quantised nf4 64 float16, rows 512", many)
+    for rows in (1, 512):
+        launch = partial(_multiply, rows, torch.float32, **nf4)
+        yield CompileCase(f"quantised nf4 64 float32, rows {rows}", launch, "none")
+    divided = partial(_multiply, 16, half, out_features=1024, **nf4)
+    yield CompileCase("quantised nf4 64 bfloat16, rows 16, columns divided", divided)
+    # Neither rows of codes nor blocks end where words do.
+    uneven = partial(_multiply, 1, half, in_features=4097, **nf4)
+    yield CompileCase("quantised nf4 64 bfloat16, rows 1, uneven", uneven, "none")
+
+
+def _multiply(
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    scheme: str,
+    block_size: int,
+    zero_point: bool = False,
+    double_quant: bool = False,
+    out_features: int = 4096,
+    in_features: int = 4096,
+) -> None:
+    """Multiply rows of x by a weight as large as that of the queries of Llama 3 8B, or with so few rows that columns are divided."""
+    from course_lib.kernels.quantized_matmul import BITS, TABLE_SCHEMES, quantized_matmul
+
+    shape = (out_features, in_features)
+    count = -(-shape[0] * in_features // block_size)
+    integer = torch.int8 if scheme == "int8" else torch.uint8
+    absmax = {"scale_absmax": _meta(-(-count // 256)), "scale_offset": _meta(1), "scale_levels": _meta(256)}
+    quantized_matmul(
+        _meta(rows, in_features, dtype=dtype),
+        _meta(-(-shape[0] * in_features * BITS[scheme] // 8), dtype=integer),
+        _meta(count, dtype=torch.uint8 if double_quant else torch.float32),
+        scheme=scheme,
+        shape=shape,
+        block_size=block_size,
+        zero_point=_meta(count, dtype=integer) if zero_point else None,
+        levels=_meta(16) if scheme in TABLE_SCHEMES else None,
+        **(absmax if double_quant else {}),
+    )
 
 
 def _turn(

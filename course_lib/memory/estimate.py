@@ -23,7 +23,12 @@ from course_lib.memory.units import (
     whole,
 )
 
-QUANTIZATIONS = ("int8", "fp4", "nf4", "fp4-double", "nf4-double")
+BITSANDBYTES = ("int8", "fp4", "nf4", "fp4-double", "nf4-double")
+#: What only `course_lib.quantization` stores, and the most bytes for each weight of a matrix that dequantising it takes: one
+#: float32 copy; codes one a byte and two copies; or as much as unpacking by 64-bit words.
+OURS = {"bfloat16": 4, "int4": 9, "int3": 17, "int2": 17}
+QUANTIZATIONS = (*BITSANDBYTES, *OURS)
+BLOCK = 64  # weights that share a scale, but in int8
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 ATTENTIONS = ("flash", "eager")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -102,18 +107,24 @@ def _choice(value: str | None, argument: str, accepted: tuple[str, ...]) -> str 
 
 
 def _stored(weights: dict[Weight, int], dtype: str, quantization: str | None) -> tuple[int, int]:
-    """Bytes of the weights and of their constants; only linear matrices are quantised, as bitsandbytes does it."""
+    """Bytes of the weights and of their constants; only linear matrices are quantised."""
     quantised = {w: n for w, n in weights.items() if quantization and w.kind == "linear"}
     rest = sum(w.size * n for w, n in weights.items() if w not in quantised)
     if not quantised or not quantization:
         return weight_bytes(rest, dtype), 0
     bits = quantization.removesuffix("-double")
+    if quantization in OURS:  # codes are packed, and blocks end, with each row
+        stored = weight_bytes(rest, dtype) + sum(
+            w.rows * weight_bytes(w.columns, bits) * n for w, n in quantised.items()
+        )
+        blocks = sum(w.rows * -(-w.columns // BLOCK) * n for w, n in quantised.items())
+        return stored, 0 if quantization == "bfloat16" else 4 * blocks
     stored = weight_bytes(rest, dtype) + sum(weight_bytes(w.size, bits) * n for w, n in quantised.items())
     if quantization == "int8":
         return stored, sum(4 * w.rows * n for w, n in quantised.items())
     constants = 0
     for weight, count in quantised.items():
-        blocks = -(-weight.size // 64)
+        blocks = -(-weight.size // BLOCK)
         # Double quantisation: an 8-bit code per block, a float32 per 256 of them and one float32 offset.
         constants += count * (blocks + 4 * -(-blocks // 256) + 4 if quantization.endswith("-double") else 4 * blocks)
     return stored, constants
@@ -152,7 +163,7 @@ def _workspace(model: Model, quantization: str | None, batch_tokens: int) -> int
         return 0
     if quantization == "int8":
         return 4 * batch_tokens * max(w.rows for w in linears)
-    return (2 + 4) * max(w.size for w in linears)
+    return OURS.get(quantization, 2 + 4) * max(w.size for w in linears)
 
 
 def estimate(
@@ -174,10 +185,11 @@ def estimate(
         See `count_parameters`.
     dtype : str or torch.dtype, optional
         Data type of weights and activations; the configuration's own by default, bfloat16 if it names none.
-    quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double"}
-        How bitsandbytes stores the weights of linear layers; ``-double`` quantises the constants again. The output head,
-        embeddings, norms, biases and stacked expert tensors stay in `dtype`. If neither this nor `dtype` is given, a
-        configuration that says that bitsandbytes stored the checkpoint decides.
+    quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double", "bfloat16", "int4", "int3", "int2"}
+        How the weights of linear layers are stored: by bitsandbytes or, equally, by `course_lib.quantization.quantize_model`
+        (whose llm-int8 is stored as int8), the last four by the latter alone; ``-double`` quantises the constants again. The
+        output head, embeddings, norms, biases and stacked expert tensors stay in `dtype`. If neither this nor `dtype` is given,
+        a configuration that says that bitsandbytes stored the checkpoint decides.
     batch_size : int
         Sequences at a time.
     prompt_tokens, new_tokens : int
@@ -206,7 +218,8 @@ def estimate(
     Derived in chapter 01 (notebooks/01-memory.ipynb).
 
     *Quantisation constants*: int8 has one float32 per row, 4 bit one float32 per 64 weights, double quantisation one byte
-    per 64 weights, a float32 per 256 of those and one float32 per matrix.
+    per 64 weights, a float32 per 256 of those and one float32 per matrix. int4, int3 and int2 have one float32 per 64 weights
+    of a row, and for the rest of it; the table of levels that bitsandbytes keeps with each matrix, up to 1 KiB, is left out.
 
     *Activations*: the larger of one layer's pass over the prompt, two residual streams and three tensors of the widest
     matrix's input width (for experts, of all active ones), and the last position's logits with their float32 copy, which
@@ -216,7 +229,8 @@ def estimate(
     *Workspace*, an upper bound: int8 has the int32 product of the widest matrix. Four bit has two dequantised copies of
     the largest matrix, one of 16 and one of 32 bit, 6 bytes per weight. That is what bitsandbytes needs for float16
     inputs, as its compute type is float32 unless another is asked for; with bfloat16 or float32 inputs it makes one copy,
-    and newer versions multiply small inputs without any.
+    and newer versions multiply small inputs without any. bfloat16 to int2 have what dequantising the largest matrix takes
+    `course_lib.quantization.QuantizedLinear`, which needs less where it multiplies few rows by the codes themselves.
     """
     _choice(quantization, "quantization", QUANTIZATIONS)
     if _choice(attention, "attention", ATTENTIONS) is None:
@@ -262,7 +276,7 @@ def _own_quantization(model: Model) -> str | None:
                 return "int8"
             if spec.get("load_in_4bit"):
                 double = "-double" * bool(spec.get("bnb_4bit_use_double_quant"))
-                return _choice(f"{spec.get('bnb_4bit_quant_type') or 'fp4'}{double}", "quantization", QUANTIZATIONS)
+                return _choice(f"{spec.get('bnb_4bit_quant_type') or 'fp4'}{double}", "quantization", BITSANDBYTES)
             continue
         if spec:
             bits = next((spec[name] for name in ("bits", "w_bit", "weight_bits") if spec.get(name)), None)

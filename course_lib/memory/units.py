@@ -13,7 +13,7 @@ from typing import Any
 GIB = 2**30
 MOST = 2**63 - 1  # the largest size that a tensor's dimension can have
 
-# Bits per value. Four-bit names count the codes alone; their constants are counted where the scheme is known.
+# Bits per value. Names of less than eight bits count the codes alone; constants are counted where the scheme is known.
 DTYPE_BITS: dict[str, int] = {
     "float64": 64,
     "float32": 32,
@@ -27,6 +27,8 @@ DTYPE_BITS: dict[str, int] = {
     "int8": 8,
     "uint8": 8,
     "int4": 4,
+    "int3": 3,
+    "int2": 2,
     "nf4": 4,
     "fp4": 4,
 }

@@ -18,6 +18,7 @@ from course_lib.positions import (
     rope_frequencies,
     sinusoidal_embedding,
 )
+from course_lib.quantization.linear import together
 
 POSITIONS = ("rope", "alibi", "sinusoidal", "learned", "none")
 CONVERTIBLE = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,18 +90,22 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, place: Placement, cache: Cache | None) -> torch.Tensor:
         batch, length, _ = hidden.shape
         heads = (batch, length, -1, self.head_dim)
-        q = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
-        v = self.v_proj(hidden).view(heads).transpose(1, 2)
+        q, k, v = together(hidden, self.q_proj, self.k_proj, self.v_proj)
+        q = self.q_norm(q.view(heads)).transpose(1, 2)
+        k = self.k_norm(k.view(heads)).transpose(1, 2)
+        v = v.view(heads).transpose(1, 2)
         if place.cos_sin is not None:
-            q, k = apply_rope(q, *place.cos_sin), apply_rope(k, *place.cos_sin)
+            # In one call, whose fixed cost is most of what a single token's takes.
+            turned = apply_rope(torch.cat((q, k), 1), *place.cos_sin)
+            q, k = turned.split_with_sizes((q.shape[1], k.shape[1]), 1)
         offset = 0
         if cache is not None:
             _, offset = cache.get_mask_sizes(length, self.layer)
             k, v = cache.update(k, v, self.layer)
             # A static cache also returns the slots it has not filled; without them the last query stands at the last key.
             filled = place.past + length - offset
-            k, v = k[:, :, :filled], v[:, :, :filled]
+            if filled < k.shape[2]:
+                k, v = k[:, :, :filled], v[:, :, :filled]
         mask = None if place.mask is None else place.mask[..., offset:]
         attended = attention(
             q,
@@ -126,7 +131,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = together(hidden, self.gate_proj, self.up_proj)
+        projected: torch.Tensor = self.down_proj(functional.silu(gate) * up)
         return projected
 
 

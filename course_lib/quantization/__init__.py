@@ -19,7 +19,7 @@ nf4_levels, fp4_levels, dynamic_levels
 from course_lib.quantization.functional import quantize
 from course_lib.quantization.gptq import Hessian, quantize_compensated
 from course_lib.quantization.levels import dynamic_levels, fp4_levels, nf4_levels
-from course_lib.quantization.linear import QuantizedLinear
+from course_lib.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from course_lib.quantization.llm_int8 import int8_linear, vectorwise_int8
 from course_lib.quantization.metrics import TensorError, kl_divergence, perplexity, tensor_error, top1_agreement
 from course_lib.quantization.model import LayerReport, QuantizationReport, model_bytes, quantize_model
@@ -31,6 +31,7 @@ __all__ = [
     "Hessian",
     "LayerReport",
     "QuantizationReport",
+    "QuantizedEmbedding",
     "QuantizedLinear",
     "QuantizedTensor",
     "TensorError",

@@ -14,12 +14,12 @@ from torch import nn
 from course_lib.quantization.calibration import calibrate
 from course_lib.quantization.functional import check_options, check_tensor, quantize
 from course_lib.quantization.gptq import quantize_compensated
-from course_lib.quantization.linear import QuantizedLinear
+from course_lib.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from course_lib.quantization.llm_int8 import THRESHOLD
 from course_lib.quantization.metrics import TensorError, tensor_error
-from course_lib.quantization.tensor import INTEGER_BITS, SCHEMES
+from course_lib.quantization.tensor import INTEGER_BITS, SCHEMES, QuantizedTensor
 
-MODEL_SCHEMES = (*SCHEMES, "llm-int8")
+MODEL_SCHEMES = (*SCHEMES, "llm-int8", "bfloat16")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -81,6 +81,7 @@ def quantize_model(
     calibration: Iterable[Any] | None = None,
     skip: Iterable[str] = ("lm_head",),
     tied: bool = False,
+    embedding: str | None = None,
 ) -> M:
     """Replace the linear layers of a model by quantised ones, in place.
 
@@ -88,8 +89,9 @@ def quantize_model(
     ----------
     model : nn.Module
         A `DecoderLM`, a Transformers model, or any other: ``nn.Linear`` and GPT-2's ``Conv1D`` are replaced.
-    scheme : {"int8", "int4", "int3", "int2", "nf4", "fp4", "llm-int8"}
-        As for `quantize`; ``"llm-int8"`` stores like int8 and multiplies as LLM.int8() does.
+    scheme : {"int8", "int4", "int3", "int2", "nf4", "fp4", "llm-int8", "bfloat16"}
+        As for `quantize`; ``"llm-int8"`` stores like int8 and multiplies as LLM.int8() does; ``"bfloat16"`` rounds weights to
+        bfloat16 and leaves all between the layers in the model's dtype.
     block_size : int or {"row", "tensor"}, optional
         As for `quantize`; by default a row for int8 and 64 for others.
     zero_point, double_quant : bool
@@ -102,6 +104,9 @@ def quantize_model(
     tied : bool
         Also quantise layers whose weight another module shares, such as a head tied to the embedding. The other module keeps
         the weight, so this takes memory and saves time.
+    embedding : {None, "bfloat16"}
+        Store embedding tables in bfloat16, each together with the heads tied to it, which no other option quantises; None leaves
+        them as they are. Tables in `skip` stay.
 
     Returns
     -------
@@ -113,11 +118,15 @@ def quantize_model(
     TypeError, ValueError
         If an option or a weight is not accepted, or nothing is left to quantise; the model is then as it was.
     """
+    if scheme == "bfloat16" and (block_size is not None or zero_point or double_quant or calibration is not None):
+        raise ValueError("scheme 'bfloat16' takes no block_size, zero_point, double_quant or calibration")
     if block_size is None:
         block_size = "row" if scheme in ("int8", "llm-int8") else 64
     stored = _check(scheme, block_size, zero_point, double_quant, calibration is not None)
-    targets, left_alone = _choose(model, [skip] if isinstance(skip, str) else list(skip), tied)
-    for name, module in targets.items():
+    skip = [skip] if isinstance(skip, str) else list(skip)
+    targets, left_alone = choose_layers(model, skip, tied)
+    tables = _choose_tables(model, skip, embedding)
+    for name, module in (targets | tables).items():
         check_tensor(module.weight, f"{name}.weight")
     if not targets:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "it has no linear layer"
@@ -129,7 +138,9 @@ def quantize_model(
         # Taken out of the targets, so that the memory of a weight is free once its layer is quantised.
         module = targets.pop(name)
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
-        if hessian is None:
+        if scheme == "bfloat16":
+            kept = QuantizedTensor.in_bfloat16(weight)
+        elif hessian is None:
             kept = quantize(weight, stored, block_size=block_size, zero_point=zero_point, double_quant=double_quant)
         else:
             kept = quantize_compensated(weight, hessian, stored, block_size=block_size, zero_point=zero_point)
@@ -148,7 +159,14 @@ def quantize_model(
             for name in originals.keys() - targets.keys():
                 replace_module(model, model.get_submodule(name), originals[name])
             raise
-    layers = tuple(reports[name] for name in order)
+    for name, table in tables.items():
+        kept = QuantizedTensor.in_bfloat16(table.weight)
+        reports[name] = LayerReport(
+            name, table.weight.nbytes, kept.nbytes, tensor_error(table.weight, kept.dequantize())
+        )
+        left_alone |= dict.fromkeys(_put_table(model, table, kept), f"uses the table of {name}, in bfloat16")
+        del left_alone[name]
+    layers = tuple(reports[name] for name in (*order, *tables))
     model.quantization_report = QuantizationReport(scheme, layers, left_alone, before, model_bytes(model))  # type: ignore[assignment]
     return model
 
@@ -173,8 +191,8 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def _choose(model: nn.Module, skip: list[str], tied: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the layers to quantise by name, and of other modules with matrices the reason why not."""
+def choose_layers(model: nn.Module, skip: list[str], tied: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the linear layers to quantise by name, and of other modules with matrices the reason why not; see `quantize_model`."""
     owners: dict[int, list[str]] = defaultdict(list)
     modules = {name: module for name, module in model.named_modules() if name}
     for name, module in modules.items():
@@ -196,6 +214,32 @@ def _choose(model: nn.Module, skip: list[str], tied: bool) -> tuple[dict[str, An
         else:
             targets[name] = module
     return targets, left
+
+
+def _choose_tables(model: nn.Module, skip: list[str], embedding: str | None) -> dict[str, nn.Embedding]:
+    """Return the embedding tables to store in bfloat16, by name."""
+    if embedding not in (None, "bfloat16"):
+        raise ValueError(f"embedding is {embedding!r}; accepted are None and 'bfloat16'")
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Embedding and module.max_norm is None and not any(f".{s}." in f".{name}." for s in skip)
+    }
+    if embedding is not None and not tables:
+        raise ValueError("embedding is 'bfloat16', and model has no nn.Embedding outside skip")
+    return {} if embedding is None else tables
+
+
+def _put_table(model: nn.Module, table: nn.Embedding, weight: QuantizedTensor) -> list[str]:
+    """Replace an embedding, and the linear layers that share its table; return the names of those."""
+    new = QuantizedEmbedding(weight)
+    heads = {name: m for name, m in model.named_modules() if is_linear(m) and m.weight is table.weight}
+    for head in heads.values():
+        linear = QuantizedLinear(weight, head.bias)
+        linear.codes = new.codes
+        replace_module(model, head, linear)
+    replace_module(model, table, new)
+    return list(heads)
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from course_lib.quantization.linear import QuantizedLinear
+from course_lib.quantization.linear import QuantizedEmbedding, QuantizedLinear
 from course_lib.quantization.model import is_linear, replace_module
 from course_lib.quantization.tensor import SCHEMES, TENSORS, QuantizedTensor
 
@@ -37,7 +37,11 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
-    layers = {name: _describe(module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    layers = {
+        name: _describe(module)
+        for name, module in model.named_modules()
+        if isinstance(module, (QuantizedLinear, QuantizedEmbedding))
+    }
     if not layers:
         raise ValueError("model has no quantised layer; quantize_model makes them")
     state: dict[str, torch.Tensor] = {}
@@ -99,40 +103,44 @@ def load_quantized(model: M, path: str | os.PathLike[str]) -> M:
                 raise ValueError(f"path {path.name!r} has {found}; {FORMAT} {VERSION} is needed")
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         layers, shared = json.loads(metadata["layers"]), json.loads(metadata["shared"])
-        linears = {name: _build(model, name, spec, state) for name, spec in layers.items()}
+        whole = state | {name: state[source] for name, source in shared.items()}
+        built = {name: _build(model, name, spec, whole) for name, spec in layers.items()}
     except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(f"path {path.name!r} is damaged or of another model ({reason})") from error
     _check_rest(model, layers, state, shared, path.name)
-    for name, linear in linears.items():
-        replace_module(model, model.get_submodule(name), linear)
+    for name, layer in built.items():
+        replace_module(model, model.get_submodule(name), layer)
     model.load_state_dict(state, strict=False, assign=True)
     for name, source in shared.items():
         _set(model, name, _get(model, source))
     return model
 
 
-def _describe(module: QuantizedLinear) -> dict[str, Any]:
+def _describe(module: QuantizedLinear | QuantizedEmbedding) -> dict[str, Any]:
     weight = module.weight
     return {
         "scheme": weight.scheme,
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "block_size": weight.block_size,
-        "threshold": module.threshold,
+        "threshold": getattr(module, "threshold", None),
     }
 
 
-def _build(model: nn.Module, name: str, spec: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> QuantizedLinear:
+def _build(
+    model: nn.Module, name: str, spec: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> QuantizedLinear | QuantizedEmbedding:
     """Return a layer of the file, once it is sure that it can take its place and that its tensors fit each other."""
     module: Any = model.get_submodule(name)
-    if not isinstance(module, QuantizedLinear) and not is_linear(module):
+    table = type(module) in (nn.Embedding, QuantizedEmbedding)
+    if not table and not isinstance(module, QuantizedLinear) and not is_linear(module):
         raise TypeError(f"{name} is quantised there and {type(module).__name__} in the model")
-    if spec["scheme"] not in SCHEMES:
-        raise TypeError(f"{name} has scheme {spec['scheme']!r}, and known are {', '.join(SCHEMES)}")
-    shape = (
-        list(module.weight.shape) if isinstance(module, (nn.Linear, QuantizedLinear)) else [*module.weight.shape][::-1]
-    )
+    accepted = ("bfloat16",) if table else (*SCHEMES, "bfloat16")
+    if spec["scheme"] not in accepted:
+        raise TypeError(f"{name} has scheme {spec['scheme']!r}, and known are {', '.join(accepted)}")
+    transposed = not table and not isinstance(module, (nn.Linear, QuantizedLinear))
+    shape = list(module.weight.shape)[:: -1 if transposed else 1]
     if shape != spec["shape"]:
         raise TypeError(f"{name} has shape {spec['shape']} there and {shape} in the model")
     tensors = {key: state[f"{name}.{key}"] for key in TENSORS if f"{name}.{key}" in state}
@@ -140,11 +148,14 @@ def _build(model: nn.Module, name: str, spec: Mapping[str, Any], state: Mapping[
         spec["scheme"], torch.Size(spec["shape"]), getattr(torch, spec["dtype"]), spec["block_size"], **tensors
     )
     weight.to("meta").dequantize()
+    if table:
+        return QuantizedEmbedding(weight)
     bias = state.get(f"{name}.bias")
     if (bias is None) != (module.bias is None):
         raise TypeError(f"{name} has {'no ' * (bias is None)}bias there, unlike in the model")
-    linear = QuantizedLinear(weight, bias, threshold=spec["threshold"])
-    return linear.requires_grad_(module.bias is not None and module.bias.requires_grad)
+    if bias is not None:
+        bias = nn.Parameter(bias, requires_grad=module.bias.requires_grad)
+    return QuantizedLinear(weight, bias, threshold=spec["threshold"])
 
 
 def _check_rest(
@@ -160,7 +171,7 @@ def _check_rest(
         return {name for name in names if name.rpartition(".")[0] not in layers}
 
     own = model.state_dict()
-    wanted, there = outside(own), outside(state) | set(shared)
+    wanted, there = outside(own), outside(state) | outside(shared)
     if wanted != there or not set(shared.values()) <= set(state):
         unlike = ", ".join(sorted(wanted ^ there)[:3])
         raise ValueError(f"path {file!r} is of another model: {unlike} is only in one of the two")

@@ -23,6 +23,13 @@ def levels(scheme: str) -> torch.Tensor:
 
 
 @cache
+def tables(scheme: str, double_quant: bool, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the tables of values that `course_lib.kernels.quantized_matmul` looks codes and scales up in, by argument."""
+    found = {"levels": levels(scheme).to(device)} if scheme in ("nf4", "fp4") else {}
+    return found | ({"scale_levels": dynamic_levels().to(device)} if double_quant else {})
+
+
+@cache
 def _nearest(scheme: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The midpoints between ascending levels, and the code of each level in that order."""
     order = levels(scheme).argsort(stable=True)

@@ -23,7 +23,7 @@ class QuantizedTensor:
     Attributes
     ----------
     scheme : str
-        ``"int8"``, ``"int4"``, ``"int3"``, ``"int2"``, ``"nf4"`` or ``"fp4"``.
+        ``"int8"``, ``"int4"``, ``"int3"``, ``"int2"``, ``"nf4"`` or ``"fp4"``; ``"bfloat16"`` in layers of `quantize_model`.
     shape : torch.Size
         Of the tensor it stands for.
     dtype : torch.dtype
@@ -32,10 +32,11 @@ class QuantizedTensor:
         How many neighbours share a scale.
     codes : Tensor
         int8 and int2 to int4: ``[rows, bytes]``, each row packed for itself, in int8 signed and below in uint8. NF4 and FP4:
-        uint8 ``[bytes]``, the flattened tensor with two codes a byte, bitsandbytes' layout without its last axis of 1.
+        uint8 ``[bytes]``, the flattened tensor with two codes a byte, bitsandbytes' layout without its last axis of 1. bfloat16:
+        the values themselves, in the tensor's shape.
     scale : Tensor
         What a code is multiplied by. Integer schemes: float32 ``[rows, blocks]``, the size of a step. NF4 and FP4: ``[blocks]``,
-        the largest magnitude of a block, float32, or uint8 codes under double quantisation.
+        the largest magnitude of a block, float32, or uint8 codes under double quantisation. bfloat16: empty.
     zero_point : Tensor, optional
         The code of 0, like `scale` in shape and like `codes` in dtype; None where the grid is symmetric.
     scale_absmax, scale_offset : Tensor, optional
@@ -91,18 +92,27 @@ class QuantizedTensor:
         Tensor
             `shape`, contiguous.
         """
+        dtype = dtype or self.dtype
+        if self.scheme == "bfloat16":
+            return self.codes.to(dtype, copy=True).view(self.shape)
         # Imported late because both modules build this class.
         from course_lib.quantization import integer, table
 
         values: Callable[[QuantizedTensor], torch.Tensor] = (
             table.dequantize if self.scheme in TABLE_SCHEMES else integer.dequantize
         )
-        dtype = dtype or self.dtype
         if not self.shape.numel():
             return torch.zeros(self.shape, dtype=dtype, device=self.device)
         # A step that reaches beyond the largest value of the tensor may reach beyond the largest of its dtype.
         limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         return values(self).clamp_(-limit, limit).to(dtype).view(self.shape)
+
+    @classmethod
+    def in_bfloat16(cls, tensor: torch.Tensor) -> QuantizedTensor:
+        """Return a tensor rounded to bfloat16, whatever its dtype; values beyond the largest stop there."""
+        limit = torch.finfo(torch.bfloat16).max
+        codes = tensor.detach().clamp(-limit, limit).to(torch.bfloat16).contiguous()
+        return cls("bfloat16", tensor.shape, tensor.dtype, 1, codes, torch.empty(0, device=tensor.device))
 
     def unpacked(self) -> torch.Tensor:
         """Return the codes one an element: ``[rows, columns]``, or ``[values]`` for NF4 and FP4; uint8, of int8 int8."""

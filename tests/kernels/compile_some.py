@@ -21,6 +21,9 @@ SAMPLE = {
     ("attention bfloat16 128 causal", "forward_kernel", "sm_80"),
     ("attention bfloat16 128 causal", "forward_kernel", "sm_90"),
     ("attention bfloat16 128 causal", "forward_kernel", "gfx942"),
+    # What the oldest supported Triton cannot compile, the interpreter may run all the same.
+    ("quantised nf4 64 double bfloat16, rows 1", "matvec_kernel", "sm_90"),
+    ("quantised int4 128 bfloat16, rows 16", "matmul_kernel", "sm_80"),
 }
 
 

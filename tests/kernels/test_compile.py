@@ -70,6 +70,12 @@ def test_forward_kernels_of_the_usual_sizes_do_not_spill_on_a100_and_h100(entrie
     assert {entry.key: entry.spills for entry in wanted if entry.spills} == {}
 
 
+def test_products_with_quantised_weights_do_not_spill_on_any_card(entries):
+    wanted = [entry for entry in entries if entry.case.startswith("quantised ")]
+    assert {entry.kernel for entry in wanted} == {"matvec_kernel", "matmul_kernel", "sum_kernel"}
+    assert {entry.key: entry.spills for entry in wanted if entry.spills} == {}
+
+
 @pytest.mark.parametrize(
     ("target", "instruction", "machine"),
     [
@@ -82,7 +88,7 @@ def test_forward_kernels_of_the_usual_sizes_do_not_spill_on_a100_and_h100(entrie
 )
 def test_each_generation_gets_its_own_matrix_instruction(entries, target, instruction, machine):
     multiply = [entry for entry in entries if entry.target == target and entry.matrix == "own"]
-    assert {entry.kernel for entry in multiply} >= {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    assert {entry.kernel for entry in multiply} >= {"forward_kernel", "dq_kernel", "dkdv_kernel", "matmul_kernel"}
     for entry in multiply:
         assert entry.instructions[instruction] >= 1, entry.key
         assert entry.instructions[machine] >= 1, entry.key
@@ -101,7 +107,7 @@ def test_triton_emits_no_matrix_instruction_for_a_t4(entries):
 def test_kernels_compiled_anew_are_as_reported(anew, entries):
     reported = {entry.key: entry for entry in entries}
     found = [Compiled(**entry) for entry in anew["compiled"]]
-    assert len(found) == 5
+    assert len(found) == 7
     for entry in found:
         assert entry.faults() == []
         if anew["triton"] == read_report()[0]["triton"]:

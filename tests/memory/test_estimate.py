@@ -150,6 +150,86 @@ def test_quantised_storage_is_what_bitsandbytes_allocates(quantization: str) -> 
     assert found.quantization_constants == constants
 
 
+SCHEMES = ["int8", "llm-int8", "bfloat16", "int4", "int3", "int2", "nf4", "nf4-double", "fp4", "fp4-double"]
+
+
+def _stored(config: Any, quantization: str, dtype: str = "float32") -> int:
+    found = estimate(config, dtype=dtype, quantization=quantization.removeprefix("llm-"))
+    return found.weights + found.quantization_constants
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_storage_is_what_quantize_model_keeps(scheme: str) -> None:
+    from course_lib.models import DecoderConfig, DecoderLM
+    from course_lib.quantization import model_bytes, quantize_model
+
+    # Rows that are no whole number of blocks, nor codes of bytes.
+    shape = {"hidden_size": 76, "intermediate_size": 133, "num_hidden_layers": 2, "vocab_size": 50, "head_dim": 14,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}  # fmt: skip
+    model = DecoderLM(DecoderConfig(**shape))
+    quantize_model(model, scheme.removesuffix("-double"), double_quant=scheme.endswith("-double"))
+    assert model_bytes(model) == _stored({"model_type": "llama", **shape}, scheme)
+
+
+@pytest.mark.parametrize(
+    ("library", "scheme"),
+    [("ours", scheme) for scheme in SCHEMES] + [("bitsandbytes", scheme) for scheme in ("int8", *SCHEMES[6:])],
+)
+def test_trained_models_take_what_was_predicted(library: str, scheme: str) -> None:
+    import torch
+
+    from course_lib.models import load
+    from course_lib.quantization import model_bytes, quantize_model
+
+    name, options = scheme.removesuffix("-double"), {"double_quant": scheme.endswith("-double")}
+    if library == "bitsandbytes":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes has no macOS build", exc_type=ImportError)
+    large = (library, scheme) in [("ours", "int4"), ("ours", "nf4-double"), ("bitsandbytes", "nf4")]
+    for checkpoint in ["course/native"] + ["smollm2-135m"] * large:
+        model, _ = load(checkpoint, dtype="float32", device="cpu")
+        config = model.config.to_dict() | {"model_type": "llama"}
+        for own in ("position", "qkv_bias", "qk_norm"):  # what `DecoderConfig` has besides, at Llama's values
+            config.pop(own, None)
+        if library == "ours":
+            found = model_bytes(quantize_model(model, name, **options))
+        else:
+            from course_lib.integrations.bitsandbytes import bitsandbytes_model_bytes, quantize_with_bitsandbytes
+
+            with torch.compiler.set_stance("force_eager"):
+                found = bitsandbytes_model_bytes(quantize_with_bitsandbytes(model, name, **options))
+        # Buffers of angles, and the tables of levels that bitsandbytes keeps with each matrix, are not in the estimate.
+        assert found * (0.999 if library == "ours" else 0.98) < _stored(config, scheme) <= found
+
+
+def test_the_smallest_form_of_a_model_is_predicted() -> None:
+    from course_lib.models import load
+    from course_lib.quantization import model_bytes, quantize_model
+
+    model, _ = load("smollm2-135m", dtype="float32", device="cpu")
+    before = model_bytes(model)
+    found = model_bytes(quantize_model(model, "int4", embedding="bfloat16"))
+    predicted = _stored(model.config, "int4", dtype="bfloat16")
+    assert found == pytest.approx(predicted, rel=0.002)  # its norms are still float32
+    assert max(found, predicted) <= 0.25 * before
+
+
+@pytest.mark.parametrize("scheme", ["bfloat16", "int4", "int3", "int2"])
+def test_dequantising_takes_no_more_than_its_workspace(scheme: str) -> None:
+    import torch
+    from torch import nn
+
+    from course_lib.memory import peak_memory
+    from course_lib.quantization import quantize_model
+
+    layer, inputs = quantize_model(nn.Sequential(nn.Linear(1024, 512)), scheme), torch.randn(300, 1024)
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 7, "head_dim": 64,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    allowed = estimate({"model_type": "llama", **shape}, quantization=scheme, prompt_tokens=300).workspace
+    with torch.no_grad(), peak_memory("cpu") as peak:
+        layer(inputs)
+    assert 0.1 * allowed < peak.bytes <= allowed + 4 * 300 * 512
+
+
 def test_four_bit_works_on_copies_of_the_largest_matrix() -> None:
     assert estimate("octocoder", quantization="nf4", prompt_tokens=1).workspace == 6 * 6_144 * 24_576
     assert estimate("octocoder", quantization="nf4").workspace == 0
