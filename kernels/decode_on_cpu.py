@@ -48,14 +48,16 @@ def packed(scheme: str) -> list[tuple[Any, ...]]:
 
 
 def check(weight: QuantizedTensor) -> None:
-    """End the study if a product errs more than twice as much as PyTorch's in bfloat16, or in float32."""
+    """End the study if a product errs more than twice as much as PyTorch's in bfloat16 or float32, but for float32's rounding."""
     inputs = torch.randn(3, weight.shape[1])
     exact = inputs.double() @ weight.dequantize(torch.float64).T
+    # Sums in another order differ by about this much.
+    rounding = torch.finfo(torch.float32).eps * (inputs.abs() @ weight.dequantize().abs().T).norm().item()
     arguments = (*cpu.pack(weight), weight.scheme, weight.block_size)
     for product, dtype in ((cpu.fused, torch.bfloat16), (cpu.dense, torch.float32)):
         plain = functional.linear(inputs.to(dtype), weight.dequantize(dtype))
         error, limit = ((found.double() - exact).norm().item() for found in (product(inputs, *arguments), plain))
-        if not error <= 2 * limit:
+        if not error <= 2 * limit + rounding:
             raise ArithmeticError(f"{weight.scheme}, {product.__name__}: error {error:.1e}; nothing was timed")
 
 
