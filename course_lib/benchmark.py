@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
+Name = TypeVar("Name")
 
 
 def card_of(device_name: str) -> Card | None:
@@ -142,6 +143,30 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, 
     return {name: statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs) for name, pairs in events.items()}
 
 
+def in_turns(calls: Mapping[Name, Callable[[], Any]], rounds: int = 5) -> dict[Name, float]:
+    """Time calls on a CPU.
+
+    Parameters
+    ----------
+    calls : mapping to callable
+        They take turns, so that a busy moment of the machine favours none.
+    rounds : int
+        How often each is called.
+
+    Returns
+    -------
+    dict to float
+        Median seconds of each.
+    """
+    taken: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
 # ---- what the studies of the workbench share
 
 
@@ -241,6 +266,36 @@ def compare(
         for name, seconds in medians(right).items():
             found[name]["seconds"] = seconds
     return found
+
+
+def traffic_table(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return what `compare` found for one shape as text, for work that is bound by memory.
+
+    Parameters
+    ----------
+    entries : sequence of dict
+        `compare`'s, and of each the version's number, its name, ``flop``, ``least_bytes``, ``bytes_moved``, ``limit`` and
+        ``share_of_bound``.
+    """
+    flop, least = entries[0]["flop"], entries[0]["least_bytes"]
+    lines = [
+        f"{flop / least:.3g} operations a byte at best: {flop / 1e6:.3g} MFLOP, {least / 1e6:.3g} MB",
+        f"{'':26}{'error':>9}{'limit':>9}{'MB asked for':>13}{'of least':>10}",
+    ]
+    if any(entry["seconds"] for entry in entries):
+        lines[1] += f"{'ms':>10}{'GB/s':>9}{'of bound':>9}"
+    for entry in entries:
+        line = f"{entry['version'] or '':>2} {entry['name']:23}"
+        if entry["reason"]:
+            lines.append(f"{line} not timed: {entry['reason']}")
+            continue
+        moved, seconds, share = entry["bytes_moved"], entry["seconds"], entry["share_of_bound"]
+        line += f"{entry['error']:9.1e}{entry['limit']:9.1e}"
+        line += f"{moved / 1e6:13.3g}{moved / least:10.3g}" if moved else f"{'':23}"
+        if seconds:
+            line += f"{seconds * 1e3:10.4f}{least / seconds / 1e9:9.0f}{f'{share:.0%}' if share else '':>9}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def eager_bytes(call: Callable[[], object]) -> int:

@@ -3,7 +3,8 @@
     python kernels/decode_on_cpu.py [--tokens 128] [--model smollm2-135m] [--json FOLDER]
 
 Products are compared with float64 before they are timed. The table over rows is where `course_lib.quantization.cpu.FEW_ROWS` comes
-from. Models take turns, Transformers' own loop in float32 among them. Chapter 04 explains what the numbers mean.
+from; ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in the environment show it for a processor without newer instructions.
+Models take turns, Transformers' own loop in float32 among them. Chapter 04 explains what the numbers mean.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from course_lib import machine
+from course_lib.benchmark import in_turns
 from course_lib.generation import generate
 from course_lib.models import load
 from course_lib.quantization import QuantizedTensor, cpu, model_bytes, quantize, quantize_model
@@ -74,15 +76,9 @@ def products() -> list[dict[str, Any]]:
         for scheme, arguments in weights.items():
             for product in (cpu.fused, cpu.dense):
                 calls[scheme, product.__name__] = lambda x=inputs, a=arguments, p=product: [p(x, *one) for one in a]
-        times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                times[name].append((time.perf_counter() - start) / MATRICES)
-        for (scheme, product_name), taken in times.items():
+        for (scheme, product_name), seconds in in_turns(calls, ROUNDS).items():
             sizes = {"rows": rows, "shape": list(SHAPE), "scheme": scheme, "product": product_name}
-            runs.append({**sizes, "seconds": statistics.median(taken)})
+            runs.append({**sizes, "seconds": seconds / MATRICES})
     return runs
 
 

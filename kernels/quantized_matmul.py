@@ -305,29 +305,6 @@ def study(sizes: dict[str, int], scheme: str, dtype: torch.dtype, versions: list
     return entries
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """Return entries of one shape as text."""
-    least = Cost(entries[0]["flop"], entries[0]["least_bytes"])
-    lines = [
-        f"{least.intensity:.3g} operations a byte at best: {least.flops / 1e9:.3g} GFLOP, {least.bytes / 1e6:.3g} MB",
-        f"{'':26}{'error':>9}{'limit':>9}{'MB asked for':>13}{'of least':>10}",
-    ]
-    if any(entry["seconds"] for entry in entries):
-        lines[1] += f"{'ms':>10}{'GB/s':>9}{'of bound':>9}"
-    for entry in entries:
-        line = f"{entry['version'] or '':>2} {entry['name']:23}"
-        if entry["reason"]:
-            lines.append(f"{line} not timed: {entry['reason']}")
-            continue
-        moved, seconds, share = entry["bytes_moved"], entry["seconds"], entry["share_of_bound"]
-        line += f"{entry['error']:9.1e}{entry['limit']:9.1e}"
-        line += f"{moved / 1e6:13.3g}{moved / least.bytes:10.3g}" if moved else f"{'':23}"
-        if seconds:
-            line += f"{seconds * 1e3:10.4f}{least.bytes / seconds / 1e9:9.0f}{f'{share:.0%}' if share else '':>9}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 #: Layers of Llama 3 8B: queries, keys, up, down, and the head, for whose values in float64 only large cards have room.
 LLAMA = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (128256, 4096)]
 
@@ -359,7 +336,7 @@ def main() -> None:
             sizes = dict(zip(("rows", "out_features", "in_features"), (rows, *shape), strict=True))
             print(f"\n{dtype}, {scheme}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
             found = study(sizes, scheme, dtype, options.versions)
-            print(table(found), flush=True)
+            print(benchmark.traffic_table(found), flush=True)
             entries += found
     if options.json:
         print(machine.record("quantized_matmul", entries, options.json))

@@ -274,29 +274,6 @@ def study(sizes: dict[str, int], dtype: torch.dtype, versions: list[Version]) ->
     return entries
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """Return entries of one shape as text."""
-    least = Cost(entries[0]["flop"], entries[0]["least_bytes"])
-    lines = [
-        f"{least.intensity:.2f} operations a byte at best: {least.flops / 1e6:.3g} MFLOP, {least.bytes / 1e6:.3g} MB"
-    ]
-    lines.append(f"{'':26}{'error':>9}{'limit':>9}{'MB moved':>11}{'of least':>10}")
-    if any(entry["seconds"] for entry in entries):
-        lines[1] += f"{'ms':>10}{'GB/s':>9}{'of bound':>9}"
-    for entry in entries:
-        line = f"{entry['version'] or '':>2} {entry['name']:23}"
-        if entry["reason"]:
-            lines.append(f"{line} not timed: {entry['reason']}")
-            continue
-        moved, seconds, share = entry["bytes_moved"], entry["seconds"], entry["share_of_bound"]
-        line += f"{entry['error']:9.1e}{entry['limit']:9.1e}"
-        line += f"{moved / 1e6:11.3g}{moved / least.bytes:10.2f}" if moved else f"{'':21}"
-        if seconds:
-            line += f"{seconds * 1e3:10.4f}{least.bytes / seconds / 1e9:9.0f}{f'{share:.0%}' if share else '':>9}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def main() -> None:
     chosen, on_card = machine.choose(), not INTERPRETED
     arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
@@ -321,7 +298,7 @@ def main() -> None:
             }
             print(f"\n{dtype}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
             found = study(sizes, dtype, options.versions)
-            print(table(found), flush=True)
+            print(benchmark.traffic_table(found), flush=True)
             entries += found
     if options.json:
         print(machine.record("rope", entries, options.json))

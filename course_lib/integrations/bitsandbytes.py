@@ -24,7 +24,7 @@ from course_lib.integrations.bitsandbytes_layers import (
 from course_lib.quantization.functional import check_tensor
 from course_lib.quantization.linear import QuantizedLinear
 from course_lib.quantization.llm_int8 import THRESHOLD
-from course_lib.quantization.model import choose_layers, replace_module
+from course_lib.quantization.model import choose_layers, matrix, replace_module
 from course_lib.quantization.tensor import TABLE_SCHEMES
 
 __all__ = [
@@ -92,11 +92,10 @@ def load_with_bitsandbytes(
     """
     import_bitsandbytes()
     _check_scheme(scheme, double_quant)
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from transformers.utils import logging as theirs
+    from transformers import BitsAndBytesConfig
 
     from course_lib.machine import choose
-    from course_lib.models.zoo import PACKAGED, fetch
+    from course_lib.models.zoo import PACKAGED, fetch, own_memory, read
 
     chosen = choose()
     rest, place = as_dtype(dtype, "dtype") or chosen.dtype, chosen.device if device is None else torch.device(device)
@@ -111,25 +110,16 @@ def load_with_bitsandbytes(
         )
     packaged = name == PACKAGED
     source = str(fetch(name)) if packaged else name
-    safe = {"trust_remote_code": False, "local_files_only": packaged}
-    shown = theirs.is_progress_bar_enabled()
-    theirs.disable_progress_bar()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=rest, device_map={"": place}, quantization_config=config, use_safetensors=True, **safe
-            )
-    finally:
-        if shown:
-            theirs.enable_progress_bar()
+    with torch.compiler.set_stance("force_eager"):
+        model, tokenizer = read(
+            source, ask_hub=not packaged, dtype=rest, device_map={"": place}, quantization_config=config
+        )
     for module_name, module in model.named_modules():
         if place.type == "cpu" and getattr(getattr(module, "weight", None), "quant_state", None) is not None:
             check_on_cpu(module_name, module.weight.quant_state.shape)
     if place.type == "cpu":
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                weight.data = weight.data.clone()  # out of the mapped file, so that its bytes count as memory
-    return model.eval(), AutoTokenizer.from_pretrained(source, **safe)
+        own_memory(model)
+    return model.eval(), tokenizer
 
 
 def quantize_with_bitsandbytes(
@@ -169,13 +159,10 @@ def quantize_with_bitsandbytes(
     bnb = import_bitsandbytes()
     _check_scheme(scheme, double_quant)
     as_dtype(compute_dtype, "compute_dtype")
-    targets, left = choose_layers(model, [skip] if isinstance(skip, str) else list(skip), tied=False)
-    if not targets:
-        why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no linear layer"
-        raise ValueError(f"model has nothing to quantise ({why})")
+    targets, _ = choose_layers(model, [skip] if isinstance(skip, str) else list(skip), tied=False)
     weights = {}
     for name, module in targets.items():
-        weights[name] = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+        weights[name] = matrix(module)
         check_tensor(weights[name], f"{name}.weight")
         if scheme != "int8" and weights[name].device.type == "cpu":
             check_on_cpu(name, weights[name].shape)

@@ -92,7 +92,7 @@ def load(
     from safetensors import SafetensorError
 
     try:
-        model, tokenizer = _read(source, torch_dtype, ask_hub=not packaged)
+        model, tokenizer = read(source, ask_hub=not packaged, dtype=torch_dtype)
     except (OSError, ValueError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         if packaged:
@@ -101,8 +101,7 @@ def load(
             advice = f"check the name and the network, or load '{PACKAGED}', which needs no hub"
         raise ModelUnavailableError(f"{name} could not be loaded ({reason}): {advice}.") from error
     if torch_device.type == "cpu":
-        for weight in model.parameters():
-            weight.data = weight.data.clone()
+        own_memory(model)
     model = model.to(torch_device).eval()
     if as_decoder:
         from course_lib.models.decoder import DecoderLM
@@ -121,21 +120,43 @@ def _load_own(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return read_checkpoint(FOLDER / f"{short}.safetensors", dtype=dtype, device=device), ByteTokenizer()
 
 
-def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read model and tokenizer from local files; failing that, and if allowed, from the hub."""
+def own_memory(model: PreTrainedModel) -> None:
+    """Copy floating-point weights out of the file that Transformers maps on a CPU, so that their bytes count as memory."""
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.clone()
+
+
+def read(source: str, *, ask_hub: bool, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read model and tokenizer from local files; failing that, and if allowed, from the hub.
+
+    Parameters
+    ----------
+    source : str
+        A folder or a hub id.
+    ask_hub : bool
+        Whether a model that is not on this machine may be downloaded.
+    options
+        Of ``AutoModelForCausalLM.from_pretrained``: ``dtype``, ``quantization_config``.
+
+    Raises
+    ------
+    OSError, ValueError
+        If Transformers finds no such model, or cannot read it.
+    """
     from huggingface_hub import model_info
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    def read(local: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def attempt(local: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         safe = {"trust_remote_code": False, "local_files_only": local}
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **safe)
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options, **safe)
         return model, AutoTokenizer.from_pretrained(source, **safe)
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # a local model takes a second
     try:
-        return read(local=True)
+        return attempt(local=True)
     except OSError:
         if not ask_hub:
             raise
@@ -146,7 +167,7 @@ def _read(source: str, dtype: torch.dtype, *, ask_hub: bool) -> tuple[PreTrained
         model_info(source)  # tells at once of a wrong name or a missing network, where a download retries for a minute
     except Exception as error:  # connection errors have no common type across huggingface_hub's versions
         raise OSError(str(error)) from error
-    return read(local=False)
+    return attempt(local=False)
 
 
 def fetch(name: str = PACKAGED, *, force: bool = False, verify: bool = False) -> Path:

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from course_lib.quantization.tensor import QuantizedTensor
 
-#: The most rows that a fused kernel multiplies; kernels/decode_on_cpu.py measures where it stops paying.
+#: The most rows that a fused kernel multiplies. kernels/decode_on_cpu.py measures where it stops paying: beyond these, on processors
+#: with AVX512 and without.
 FEW_ROWS = {"int4": 32, "int8": 32, "bfloat16": 4}
 #: The inputs that are multiplied here; those of float16 would lose digits on their way to bfloat16.
 INPUTS = (torch.float32, torch.bfloat16)

@@ -112,7 +112,7 @@ def quantize_compensated(
         order = hessian.diagonal().argsort(descending=True, stable=True)
         factor = _inverse_factor(hessian[order][:, order], damping)
         size = weight.shape[1] if isinstance(block_size, str) else min(block_size, weight.shape[1])
-        return _round_columns(weight, order, factor, scheme, size, zero_point)
+        return round_columns(weight, order, factor, scheme, size, zero_point)
 
 
 def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     return factor
 
 
-def _round_columns(
+def round_columns(
     weight: torch.Tensor, order: torch.Tensor, factor: torch.Tensor, scheme: str, size: int, zero_point: bool
 ) -> QuantizedTensor:
     """Round column by column in the order given, each block of `size` columns on the grids that plain rounding has."""

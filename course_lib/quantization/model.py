@@ -128,16 +128,13 @@ def quantize_model(
     tables = _choose_tables(model, skip, embedding)
     for name, module in (targets | tables).items():
         check_tensor(module.weight, f"{name}.weight")
-    if not targets:
-        why = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "it has no linear layer"
-        raise ValueError(f"model has nothing to quantise ({why})")
     before, order = model_bytes(model), list(targets)
     reports: dict[str, LayerReport] = {}
 
     def replace(name: str, hessian: torch.Tensor | None) -> None:
         # Taken out of the targets, so that the memory of a weight is free once its layer is quantised.
         module = targets.pop(name)
-        weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+        weight = matrix(module)
         if scheme == "bfloat16":
             kept = QuantizedTensor.in_bfloat16(weight)
         elif hessian is None:
@@ -191,6 +188,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
+def matrix(module: Any) -> torch.Tensor:
+    """Return the weight of a linear layer as ``[out_features, in_features]``, without its gradient."""
+    weight: torch.Tensor = module.weight.detach()
+    return weight if isinstance(module, nn.Linear) else weight.T
+
+
 def choose_layers(model: nn.Module, skip: list[str], tied: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the linear layers to quantise by name, and of other modules with matrices the reason why not; see `quantize_model`."""
     owners: dict[int, list[str]] = defaultdict(list)
@@ -213,6 +216,9 @@ def choose_layers(model: nn.Module, skip: list[str], tied: bool) -> tuple[dict[s
             left[name] = f"shares its weight with {', '.join(sharing)}"
         else:
             targets[name] = module
+    if not targets:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no linear layer"
+        raise ValueError(f"model has nothing to quantise ({why})")
     return targets, left
 
 

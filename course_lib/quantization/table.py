@@ -8,7 +8,7 @@ import torch
 
 from course_lib.quantization.levels import dynamic_levels, fp4_levels, nf4_levels
 from course_lib.quantization.packing import pack
-from course_lib.quantization.tensor import QuantizedTensor
+from course_lib.quantization.tensor import TABLE_SCHEMES, QuantizedTensor
 
 #: How many scales share one, under double quantisation.
 SCALE_BLOCK = 256
@@ -25,7 +25,7 @@ def levels(scheme: str) -> torch.Tensor:
 @cache
 def tables(scheme: str, double_quant: bool, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the tables of values that `course_lib.kernels.quantized_matmul` looks codes and scales up in, by argument."""
-    found = {"levels": levels(scheme).to(device)} if scheme in ("nf4", "fp4") else {}
+    found = {"levels": levels(scheme).to(device)} if scheme in TABLE_SCHEMES else {}
     return found | ({"scale_levels": dynamic_levels().to(device)} if double_quant else {})
 
 

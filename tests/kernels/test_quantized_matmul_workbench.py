@@ -82,25 +82,7 @@ def test_bfloat16_in_the_interpreter_is_one_clear_sentence(version):
 @SCHEMES
 @pytest.mark.parametrize("rows", [1, 3, 6, 20])
 @pytest.mark.parametrize("version", study.VERSIONS[1:], ids=lambda version: version.name)
-def test_bytes_are_those_that_the_kernels_load_and_store(version, rows, scheme, monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = []
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def count(pointers, mask):
-        moved.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
-
-    def counting_load(self, pointers, mask, *others):
-        count(pointers, mask)
-        return load(self, pointers, mask, *others)
-
-    def counting_store(self, pointers, value, mask, *others):
-        count(pointers, mask)
-        return store(self, pointers, value, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
+def test_bytes_are_those_that_the_kernels_load_and_store(version, rows, scheme, moved):
     sizes = (rows, random.randrange(1, 140), 64 * random.randrange(1, 30))
     version.run(*random_inputs(scheme, *sizes, torch.float16))
     options = {"scheme": scheme} if version.run is study.production else {}
@@ -205,7 +187,7 @@ def test_kernels_of_others_that_fail_are_listed_with_the_reason(monkeypatch):
     sizes = {"rows": 1, "out_features": 9, "in_features": 128}
     entries = study.study(sizes, "nf4", torch.float32, study.VERSIONS[:1])
     assert {one["name"]: one["reason"] for one in entries}["bitsandbytes"] == "No module named 'bitsandbytes'"
-    assert study.table(entries).count("not timed: ") == 1
+    assert benchmark.traffic_table(entries).count("not timed: ") == 1
 
 
 def test_without_triton_the_study_says_so_and_succeeds():

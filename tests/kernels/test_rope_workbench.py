@@ -91,25 +91,7 @@ def test_bfloat16_in_the_interpreter_is_one_clear_sentence(version):
 
 @interpreted
 @pytest.mark.parametrize("version", study.VERSIONS[2:], ids=lambda version: version.name)
-def test_bytes_are_those_that_the_kernels_load_and_store(version, monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = []
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def count(pointers, mask):
-        moved.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
-
-    def counting_load(self, pointers, mask, *others):
-        count(pointers, mask)
-        return load(self, pointers, mask, *others)
-
-    def counting_store(self, pointers, value, mask, *others):
-        count(pointers, mask)
-        return store(self, pointers, value, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
+def test_bytes_are_those_that_the_kernels_load_and_store(version, moved):
     sizes = (2, random.randrange(1, 8), 3, random.randrange(1, 9), 16)
     version.run(*random_inputs(*sizes, torch.float16))
     assert sum(moved) == version.bytes_moved(*sizes, 2)
@@ -201,7 +183,7 @@ def test_kernels_of_others_that_are_not_there_are_listed_with_the_reason(monkeyp
     reasons = {one["name"]: one["reason"] for one in entries if one["version"] is None}
     assert "liger_kernel" in reasons["Liger"]
     assert "flash_attn" in reasons["flash-attn"]
-    assert study.table(entries).count("not timed: ") == 2
+    assert benchmark.traffic_table(entries).count("not timed: ") == 2
 
 
 def test_without_triton_the_study_says_so_and_succeeds():

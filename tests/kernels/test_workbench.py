@@ -93,25 +93,7 @@ def test_bfloat16_in_the_interpreter_is_one_clear_sentence(version):
 @interpreted
 @VERSIONS
 @pytest.mark.parametrize(("group", "tokens"), [(1, 141), (3, 50), (2, 129)])
-def test_bytes_are_those_that_the_kernels_load_and_store(version, group, tokens, monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = []
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def count(pointers, mask):
-        moved.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
-
-    def counting_load(self, pointers, mask, *others):
-        count(pointers, mask)
-        return load(self, pointers, mask, *others)
-
-    def counting_store(self, pointers, value, mask, *others):
-        count(pointers, mask)
-        return store(self, pointers, value, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
+def test_bytes_are_those_that_the_kernels_load_and_store(version, group, tokens, moved):
     version.run(*random_inputs(1, group, 1, tokens, 16, torch.float16))
     # The library cuts smaller blocks for the interpreter than for a card.
     here = {"capability": "interpreter"} if version.run is study.production else {}

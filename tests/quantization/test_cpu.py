@@ -1,6 +1,7 @@
 """Products with quantised weights on a CPU: few rows by the codes themselves, many in float32."""
 
 import copy
+import platform
 
 import pytest
 import torch
@@ -78,12 +79,39 @@ def test_packing_loses_nothing() -> None:
     assert QuantizedLinear(weight).weight.nbytes == weight.nbytes
 
 
-def test_pytorchs_kernels_are_used_where_it_has_them() -> None:
-    for scheme in FUSED:
-        assert QuantizedLinear(stored(torch.randn(128, 128), scheme)).packed == cpu.takes(
-            stored(torch.randn(128, 128), scheme)
-        )
-    assert QuantizedLinear(stored(torch.randn(128, 128), "bfloat16")).packed
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other processors may have no fused products")
+@pytest.mark.parametrize("scheme", FUSED)
+def test_few_rows_are_multiplied_by_the_codes_and_many_in_float32(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = QuantizedLinear(stored(torch.randn(128, 128), scheme))
+    taken = []
+    for name in ("fused", "dense"):
+        product = getattr(cpu, name)
+        monkeypatch.setattr(cpu, name, lambda *inputs, n=name, p=product: (taken.append(n), p(*inputs))[1])
+    for rows in (1, cpu.FEW_ROWS[scheme], cpu.FEW_ROWS[scheme] + 1):
+        layer(torch.randn(rows, 128))
+    assert taken == ["fused", "fused", "dense"]
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "double_quant"), [("int8", False), ("int4", False), ("nf4", False), ("fp4", False), ("nf4", True)]
+)
+def test_the_kernel_for_cards_gets_what_it_needs(scheme: str, double_quant: bool, zero_point: bool) -> None:
+    kernel = pytest.importorskip("course_lib.kernels.quantized_matmul", reason="there is no Triton for this system")
+    inputs = torch.randn(3, 96)
+    if kernel.machine_refusal(inputs, "x"):
+        pytest.skip("needs Triton's interpreter: a card runs on tensors of its own")
+    options = {"zero_point": zero_point} if scheme.startswith("int") else {"double_quant": double_quant}
+    layer = QuantizedLinear(quantize(torch.randn(64, 96), scheme, block_size=32, **options), torch.randn(64))
+    with torch.no_grad():
+        found = layer._on_card(inputs)
+    exact = inputs.double() @ layer.weight.dequantize(torch.float64).T + layer.bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_scheme_without_a_kernel_for_cards_has_no_product_there() -> None:
+    pytest.importorskip("triton", reason="there is no Triton for this system")
+    assert QuantizedLinear(quantize(torch.randn(64, 96), "int3"))._on_card(torch.randn(3, 96)) is None
 
 
 @pytest.mark.parametrize("scheme", FUSED)
