@@ -1,10 +1,11 @@
 """What fewer bits save on a CPU: products of few and of many rows, and a model that writes token by token.
 
-    python kernels/decode_on_cpu.py [--tokens 128] [--model smollm2-135m] [--json FOLDER]
+    python kernels/decode_on_cpu.py [--tokens 128] [--context 64,2000] [--model smollm2-135m] [--json FOLDER]
 
 Products are compared with float64 before they are timed. The table over rows is where `course_lib.quantization.cpu.FEW_ROWS` comes
 from; ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in the environment show it for a processor without newer instructions.
-Models take turns, Transformers' own loop in float32 among them. Chapter 04 explains what the numbers mean.
+Models take turns, Transformers' own loop in float32 among them, whose tokens `DecoderLM` in float32 must write too. Chapter 04 explains
+what the numbers mean, and `course_lib.models.layout` how float32 is read.
 """
 
 import argparse
@@ -15,11 +16,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from course_lib import machine
-from course_lib.benchmark import in_turns
+from course_lib.benchmark import in_turns, numbers
 from course_lib.generation import generate
 from course_lib.models import load
 from course_lib.quantization import QuantizedTensor, cpu, model_bytes, quantize, quantize_model
@@ -30,7 +30,7 @@ SHAPE = (1536, 576)
 #: Matrices, so that together they do not fit into a cache.
 MATRICES = 40
 ROUNDS = 5
-PROMPT, PREFILL = 64, 512
+CONTEXTS, PREFILL = [64], 512
 
 
 def packed(scheme: str) -> list[tuple[Any, ...]]:
@@ -95,50 +95,66 @@ class Watch(BaseStreamer):  # type: ignore[misc]
         pass
 
 
-def models(name: str, new: int) -> list[dict[str, Any]]:
-    """Time decode and prefill of a model in each scheme and of Transformers in float32, all in turns."""
+def models(name: str, new: int, contexts: list[int]) -> list[dict[str, Any]]:
+    """Time decode after each context, and prefill, of a model in each scheme and of Transformers in float32, all in turns."""
     theirs, _ = load(name, dtype="float32", device="cpu")
     ours: dict[str, Any] = {"float32": load(name, dtype="float32", device="cpu", as_decoder=True)[0]}
     for scheme in SCHEMES:
         model, _ = load(name, dtype="float32", device="cpu", as_decoder=True)
         ours[scheme] = quantize_model(model, scheme, embedding="bfloat16")
-    short, long = (torch.randint(theirs.config.vocab_size, (1, length)) for length in (PROMPT, PREFILL))
-    options: dict[str, Any] = {"min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    decode: dict[str, list[float]] = {key: [] for key in ("transformers", *ours)}
-    prefill: dict[str, list[float]] = {key: [] for key in decode}
-    for turn in range(ROUNDS + 1):
-        watch = Watch()
-        theirs.generate(short, attention_mask=torch.ones_like(short), max_new_tokens=new, streamer=watch, **options)
-        decode["transformers"].append((new - 1) / (watch.moments[-1] - watch.moments[1]))
-        start = time.perf_counter()
+    rows = {"transformers": {"runner": "transformers", "scheme": "float32", "bytes": model_bytes(theirs)}}
+    for key, model in ours.items():
+        rows[key] = {"runner": "course_lib", "scheme": key, "bytes": model_bytes(model)}
+    long = torch.randint(theirs.config.vocab_size, (1, PREFILL))
+
+    def prefill() -> None:
         with torch.no_grad():
             theirs(long, logits_to_keep=1, use_cache=True)
-        prefill["transformers"].append(time.perf_counter() - start)
+
+    calls: dict[str, Any] = {key: lambda m=model: generate(m, long, max_new_tokens=1) for key, model in ours.items()}
+    calls = {"transformers": prefill} | calls
+    in_turns(calls, 1)  # to warm up
+    taken = in_turns(calls, ROUNDS)
+    runs = []
+    for context in contexts:
+        speeds = decode(theirs, ours, torch.randint(theirs.config.vocab_size, (1, context)), new)
+        for key, row in rows.items():
+            sizes = {"model": name, "prompt_tokens": context, "new_tokens": new, "prefill_tokens": PREFILL}
+            runs.append({**sizes, **row, "decode_tokens_per_second": speeds[key], "prefill_seconds": taken[key]})
+    return runs
+
+
+def decode(theirs: Any, ours: dict[str, Any], prompt: torch.Tensor, new: int) -> dict[str, float]:
+    """Return the median tokens per second that models write after a prompt, in turns.
+
+    Raises
+    ------
+    ArithmeticError
+        If ours in float32 writes other tokens than Transformers.
+    """
+    options: dict[str, Any] = {"min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    speeds: dict[str, list[float]] = {key: [] for key in ("transformers", *ours)}
+    for turn in range(ROUNDS + 1):
+        watch = Watch()
+        expected = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, streamer=watch, **options
+        )
+        speeds["transformers"].append((new - 1) / (watch.moments[-1] - watch.moments[1]))
         for key, model in ours.items():
-            decode[key].append((new - 1) / generate(model, short, max_new_tokens=new).decode_seconds)
-            prefill[key].append(generate(model, long, max_new_tokens=1, cache=DynamicCache()).prefill_seconds)
+            found = generate(model, prompt, max_new_tokens=new)
+            speeds[key].append((new - 1) / found.decode_seconds)
+            if key == "float32" and not torch.equal(found.sequences, expected):
+                raise ArithmeticError(f"float32 writes other tokens than Transformers after {prompt.shape[1]} tokens")
         if turn == 0:  # which warmed up
-            for taken in (*decode.values(), *prefill.values()):
-                taken.clear()
-    return [
-        {
-            "model": name,
-            "runner": "transformers" if key == "transformers" else "course_lib",
-            "scheme": "float32" if key == "transformers" else key,
-            "bytes": model_bytes(theirs if key == "transformers" else ours[key]),
-            "prompt_tokens": PROMPT,
-            "new_tokens": new,
-            "decode_tokens_per_second": statistics.median(decode[key]),
-            "prefill_tokens": PREFILL,
-            "prefill_seconds": statistics.median(prefill[key]),
-        }
-        for key in decode
-    ]
+            for one in speeds.values():
+                one.clear()
+    return {key: statistics.median(one) for key, one in speeds.items()}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--tokens", type=int, default=128, help="new tokens of each text")
+    arguments.add_argument("--context", type=numbers, default=CONTEXTS, help="tokens of the prompts that are continued")
     arguments.add_argument("--model", default="smollm2-135m", help="a name that course_lib.models.load knows")
     arguments.add_argument("--json", type=Path, help="folder that gets the raw results")
     options = arguments.parse_args()
@@ -156,16 +172,18 @@ def main() -> None:
         print(f"{rows:4}", *(f"{1e6 * run['seconds']:15.0f}" for run in runs if run["rows"] == rows))
     print(f"Up to so many rows are multiplied by the codes: {cpu.FEW_ROWS}")
 
-    timed = models(options.model, options.tokens)
-    base = timed[0]
-    print(f"{options.model}: {PROMPT} tokens and {options.tokens} new ones; prefill of {PREFILL}")
-    for run in timed:
-        speed, seconds = run["decode_tokens_per_second"], run["prefill_seconds"]
-        print(
-            f"{run['runner']:13} {run['scheme']:9} {speed:6.1f} tokens/s  {speed / base['decode_tokens_per_second']:.2f} times  "
-            f"prefill {seconds:.2f} s  {seconds / base['prefill_seconds']:.2f} times  "
-            f"{run['bytes'] / 2**20:6.1f} MiB  {run['bytes'] / base['bytes']:.3f}"
-        )
+    timed = models(options.model, options.tokens, options.context)
+    for start in range(0, len(timed), len(SCHEMES) + 2):
+        base = timed[start]
+        print(f"{options.model}: {base['prompt_tokens']} tokens and {options.tokens} new ones; prefill of {PREFILL}")
+        for run in timed[start : start + len(SCHEMES) + 2]:
+            speed, seconds = run["decode_tokens_per_second"], run["prefill_seconds"]
+            print(
+                f"{run['runner']:13} {run['scheme']:9} {speed:6.1f} tokens/s  "
+                f"{speed / base['decode_tokens_per_second']:.2f} times  "
+                f"prefill {seconds:.2f} s  {seconds / base['prefill_seconds']:.2f} times  "
+                f"{run['bytes'] / 2**20:6.1f} MiB  {run['bytes'] / base['bytes']:.3f}"
+            )
     if options.json:
         runs = [{**run, "threads": threads} for run in (*runs, *timed)]
         print(machine.record("decode_on_cpu", runs, options.json))

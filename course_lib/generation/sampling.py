@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+) -> None:
     """Refuse options out of range, or without effect.
 
     Raises
@@ -21,7 +27,11 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise ValueError(f"top_k is {top_k!r}; a whole number of at least 1 is needed")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p!r}; a number above 0 and at most 1 is needed")
-    for name, option in (("top_k", top_k), ("top_p", top_p)):
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p is {min_p!r}; a number from 0 to 1 is needed")
+    if repetition_penalty is not None and not 0 < repetition_penalty < float("inf"):
+        raise ValueError(f"repetition_penalty is {repetition_penalty!r}; a finite number above 0 is needed, 1 for none")
+    for name, option in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if option is not None and temperature == 0:
             raise ValueError(f"{name} is {option!r} and temperature 0, which always takes the most likely token")
 
@@ -32,6 +42,9 @@ def choose_tokens(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    previous: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Choose a token for each row of logits.
@@ -46,6 +59,12 @@ def choose_tokens(
         Draw from the so many most likely tokens (and those as likely as the last of them).
     top_p : float, optional
         Draw from the fewest most likely tokens that together have this probability, after `top_k`.
+    min_p : float, optional
+        Draw from tokens that are at least so many times as likely as the most likely one, after the others.
+    repetition_penalty : float, optional
+        Before all else, logits of tokens in `previous` are divided by it, negative ones multiplied.
+    previous : Tensor, optional
+        Integers ``[batch, length]``, the text so far; -1 where there is none.
     generator : torch.Generator, optional
         Makes draws repeatable.
 
@@ -61,9 +80,13 @@ def choose_tokens(
 
     References
     ----------
-    Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p).
+    Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Keskar et al. 2019 (repetition penalty).
     """
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    if repetition_penalty not in (None, 1):
+        if previous is None:
+            raise ValueError(f"previous is None; repetition_penalty {repetition_penalty!r} needs the text so far")
+        logits = _penalised(logits.float(), previous, repetition_penalty)
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
@@ -75,4 +98,16 @@ def choose_tokens(
         chances = ordered.softmax(dim=-1)
         enough = chances.cumsum(dim=-1) - chances >= top_p  # what stands before a token suffices without it
         logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    chances = logits.softmax(dim=-1)
+    if min_p:
+        chances = chances.masked_fill(chances < min_p * chances.amax(dim=-1, keepdim=True), 0.0)
+    return torch.multinomial(chances, 1, generator=generator)[:, 0]
+
+
+def _penalised(logits: torch.Tensor, previous: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Return logits in which tokens of the text so far are less likely, however often they stand there."""
+    vocab_size = logits.shape[-1]
+    # One column more, for what is no token, or has no logit.
+    seen = logits.new_zeros(len(logits), vocab_size + 1, dtype=torch.bool)
+    seen.scatter_(1, previous.where((previous >= 0) & (previous < vocab_size), vocab_size), True)
+    return torch.where(seen[:, :vocab_size], torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ def compile_cases() -> Iterator[CompileCase]:
     yield from _flash_attention()
     yield from _rope()
     yield from _quantized_matmul()
+    yield from _flash_decoding()
 
 
 def _flash_attention() -> Iterator[CompileCase]:
@@ -118,6 +119,68 @@ def _quantized_matmul() -> Iterator[CompileCase]:
     # Neither rows of codes nor blocks end where words do.
     uneven = partial(_multiply, 1, half, in_features=4097, **nf4)
     yield CompileCase("quantised nf4 64 bfloat16, rows 1, uneven", uneven, "none")
+
+
+def _flash_decoding() -> Iterator[CompileCase]:
+    half, full = torch.bfloat16, torch.float32
+    paged = {"paged": True}
+    uses: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        **{f"bfloat16 {head_dim}": (half, {"head_dim": head_dim}) for head_dim in (64, 128, 256)},
+        **{f"float32 {head_dim}": (full, {"head_dim": head_dim}) for head_dim in (64, 128, 256)},
+        "bfloat16 128, paged": (half, paged),
+        "bfloat16 128, 16 rows": (half, {"rows": 16}),
+        "bfloat16 128, window, sinks": (half, {"sliding_window": 1024, "sinks": 4}),
+        "bfloat16 128, paged, window, softcap, ALiBi": (
+            half,
+            paged | {"sliding_window": 1024, "softcap": 50.0, "alibi": True},
+        ),
+        **{
+            f"bfloat16 {head_dim}, int{bits}": (half, {"head_dim": head_dim, "bits": bits})
+            for head_dim in (64, 128)
+            for bits in (8, 4)
+        },
+        "float32 64, int8": (full, {"head_dim": 64, "bits": 8}),
+    }
+    for use, (dtype, options) in uses.items():
+        # With 16 rows of the tensor cores' own smallest size a Hopper or Blackwell card uses those of its predecessors.
+        yield CompileCase(f"decoding {use}", partial(_decode, dtype, **options), "any" if dtype == half else "none")
+    yield CompileCase("decoding float16 64", partial(_decode, torch.float16, head_dim=64), "none", ("sm_75",))
+
+
+def _decode(
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 128,
+    rows: int = 1,
+    bits: int = 0,
+    paged: bool = False,
+    alibi: bool = False,
+    **rules: Any,
+) -> None:
+    """Attend with new tokens of one sequence to 4,096 stored ones, 32 query heads on 8 key heads: split, and merged."""
+    from course_lib.kernels.flash_decoding import Codes, flash_decoding
+
+    kv_heads, tokens, group = 8, 4096, 64
+    codes = (1, kv_heads, tokens, head_dim * bits // 8)
+    constants = {"channel": (1, kv_heads, tokens // group, head_dim), "token": (1, kv_heads, tokens, head_dim // group)}
+
+    def store(axis: Literal["channel", "token"]) -> torch.Tensor | Codes:
+        if bits:
+            scale, offset = (_meta(*constants[axis], dtype=torch.bfloat16) for _ in range(2))
+            return Codes(_meta(*codes, dtype=torch.uint8), scale, offset, bits, group, axis)
+        return _meta(*((tokens // 16, kv_heads, 16) if paged else (1, kv_heads, tokens)), head_dim, dtype=dtype)
+
+    with torch.no_grad():
+        flash_decoding(
+            _meta(1, 32, rows, head_dim, dtype=dtype),
+            store("channel"),
+            store("token"),
+            lengths=_meta(1, dtype=torch.int32),
+            block_table=_meta(1, tokens // 16, dtype=torch.int32) if paged else None,
+            alibi_slopes=_meta(32) if alibi else None,
+            backend="triton",
+            **rules,
+        )
 
 
 def _multiply(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from course_lib.memory.capacity import largest_context
 from course_lib.memory.cards import Card, cards
 from course_lib.memory.config import published_config, published_names
 from course_lib.memory.counting import count_parameters, kv_cache_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "flush",
     "format_gib",
     "kv_cache_bytes",
+    "largest_context",
     "peak_memory",
     "published_config",
     "published_names",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 from transformers import Cache, LlamaConfig, PreTrainedModel
 
 from course_lib.attention import attention
+from course_lib.kv_cache import CacheLayer
+from course_lib.models.layout import forget_plans, is_single, lay_out, product
 from course_lib.positions import (
     LearnedPositions,
     alibi_slopes,
@@ -18,7 +21,6 @@ from course_lib.positions import (
     rope_frequencies,
     sinusoidal_embedding,
 )
-from course_lib.quantization.linear import together
 
 POSITIONS = ("rope", "alibi", "sinusoidal", "learned", "none")
 CONVERTIBLE = ("llama", "mistral", "qwen2", "qwen3")
@@ -69,6 +71,27 @@ class Placement(NamedTuple):
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None
     slopes: torch.Tensor | None
     mask: torch.Tensor | None
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Return queries or keys ``[batch, heads, length, head_dim]`` turned as `apply_rope` does."""
+        if self.cos_sin is None:
+            return x
+        if self.tables is None or self.tables[0].shape[-1] != x.shape[-1]:
+            return apply_rope(x, *self.cos_sin)
+        cos, sin = self.tables
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, with fewer steps for a single token on a CPU, where each has a fixed cost."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not is_single(hidden):
+            return super().forward(hidden)
+        row = hidden.reshape(-1)
+        assert self.eps is not None
+        return (hidden * self.weight).mul_((torch.dot(row, row).item() / len(row) + self.eps) ** -0.5)
 
 
 class SelfAttention(nn.Module):
@@ -84,41 +107,55 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, hidden: torch.Tensor, place: Placement, cache: Cache | None) -> torch.Tensor:
         batch, length, _ = hidden.shape
-        heads = (batch, length, -1, self.head_dim)
-        q, k, v = together(hidden, self.q_proj, self.k_proj, self.v_proj)
-        q = self.q_norm(q.view(heads)).transpose(1, 2)
-        k = self.k_norm(k.view(heads)).transpose(1, 2)
-        v = v.view(heads).transpose(1, 2)
-        if place.cos_sin is not None:
-            # In one call, whose fixed cost is most of what a single token's takes.
-            turned = apply_rope(torch.cat((q, k), 1), *place.cos_sin)
-            q, k = turned.split_with_sizes((q.shape[1], k.shape[1]), 1)
-        offset = 0
+        # A single token's heads need not be exchanged with its length of one.
+        heads = (batch, length, -1, self.head_dim) if length > 1 else (batch, -1, 1, self.head_dim)
+        q, k, v = (part.view(heads) for part in product(hidden, self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if length > 1:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attended = self._attend(place.turn(q), place.turn(k), v, place, cache)
+        if length > 1:
+            attended = attended.transpose(1, 2)
+        merged: torch.Tensor = product(attended.reshape(batch, length, -1), self.o_proj)[0]
+        return merged
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: Placement, cache: Cache | None
+    ) -> torch.Tensor:
+        """Store keys and values, and let the queries attend to all that are stored."""
+        length, offset, mask = q.shape[2], 0, place.mask
         if cache is not None:
+            own: Any = cache.layers[self.layer] if self.layer < len(cache.layers) else None
+            if isinstance(own, CacheLayer) and mask is None and self.window in (None, own.window):
+                attended = own.attend(q, k, v, alibi_slopes=place.slopes)
+                if attended is not None:
+                    return attended
             _, offset = cache.get_mask_sizes(length, self.layer)
             k, v = cache.update(k, v, self.layer)
             # A static cache also returns the slots it has not filled; without them the last query stands at the last key.
             filled = place.past + length - offset
             if filled < k.shape[2]:
                 k, v = k[:, :, :filled], v[:, :, :filled]
-        mask = None if place.mask is None else place.mask[..., offset:]
-        attended = attention(
+        seen = self.window is None or k.shape[2] <= self.window
+        if length == 1 and seen and mask is None and place.slopes is None and self.backend == "auto":
+            # A single query sees all keys. Those that share keys and values stand in one product as its rows.
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)
+            return functional.scaled_dot_product_attention(grouped, k, v).reshape(*q.shape[:-1], v.shape[-1])
+        return attention(
             q,
             k,
             v,
             causal=True,
-            attention_mask=mask,
+            attention_mask=None if mask is None else mask[..., offset:],
             alibi_slopes=place.slopes,
             sliding_window=self.window,
             backend=self.backend,
         )
-        merged: torch.Tensor = self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-        return merged
 
 
 class SwiGLU(nn.Module):
@@ -131,8 +168,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = together(hidden, self.gate_proj, self.up_proj)
-        projected: torch.Tensor = self.down_proj(functional.silu(gate) * up)
+        gate, up = product(hidden, self.gate_proj, self.up_proj)
+        projected: torch.Tensor = product(functional.silu(gate) * up, self.down_proj)[0]
         return projected
 
 
@@ -141,9 +178,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
     def forward(self, hidden: torch.Tensor, place: Placement, cache: Cache | None) -> torch.Tensor:
@@ -169,11 +206,13 @@ class DecoderLM(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        #: Rotary frequencies and what they were computed for, where they do not depend on the length.
+        self._rope: tuple[tuple[Any, ...], tuple[torch.Tensor, float]] | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.position == "learned":
             self.embed_positions = LearnedPositions(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._draw)
         if config.tie_word_embeddings:
@@ -256,22 +295,29 @@ class DecoderLM(nn.Module):
         place = self._place(past, position_ids, attention_mask)
         for layer in self.layers:
             hidden = layer(hidden, place, cache)
-        return DecoderOutput(self.lm_head(self.norm(hidden[:, -logits_to_keep:])), cache)
+        return DecoderOutput(product(self.norm(hidden[:, -logits_to_keep:]), self.lm_head)[0], cache)
 
     def _place(self, past: int, position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Placement:
         """Work out what all layers share: angles or slopes, and the mask of padding where there is padding."""
-        cos_sin = slopes = mask = None
+        cos_sin = slopes = mask = tables = None
         if self.config.position == "rope":
-            cos_sin = rope_cos_sin(position_ids, *self._frequencies(past, position_ids))
+            cos_sin = cos, sin = rope_cos_sin(position_ids, *self._frequencies(past, position_ids))
+            # Twice, with the sign of each half, and with an axis for heads: what `Placement.turn` needs in all layers.
+            tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            if position_ids.ndim == 2:
+                tables = tables[0][:, None], tables[1][:, None]
         elif self.config.position == "alibi":
             slopes = alibi_slopes(self.config.num_attention_heads).to(self.device)
         if attention_mask is not None and not attention_mask.all():
             mask = attention_mask.bool()[:, None, None, :]
-        return Placement(past, cos_sin, slopes, mask)
+        return Placement(past, cos_sin, slopes, mask, tables)
 
     def _frequencies(self, past: int, position_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return the rotary frequencies, in float32 whatever the weights are, for sequences as long as the positions say."""
         config, parameters = self.config, self.config.rope_parameters
+        key = (str(parameters), config.head_dim, config.max_position_embeddings, self.device)
+        if self._rope is not None and self._rope[0] == key:
+            return self._rope[1]
         depends = parameters.get("rope_type", "default") in ("dynamic", "longrope")
         seq_len = int(position_ids.max()) + 1 if depends and position_ids.numel() else None
 
@@ -289,7 +335,39 @@ class DecoderLM(nn.Module):
                 f"rope_type {parameters['rope_type']!r} turns keys otherwise at length {seq_len} than at the lengths when the cache "
                 "was filled; run the whole sequence without a cache"
             )
-        return inv_freq.to(self.device), factor
+        found = inv_freq.to(self.device), factor
+        self._rope = None if depends else (key, found)
+        return found
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DecoderLM:
+        forget_plans(self)  # which would keep the weights of before
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def optimize_for_decoding(self) -> DecoderLM:
+        """Order the weights in memory so that single tokens are computed as fast as a CPU reads them; float32 on a CPU only.
+
+        Parameters keep their shapes, values and sharing, and go on training; only their strides change. What is written can differ from
+        before in the last digits, for sums are added in another order. `course_lib.models.load` calls this.
+
+        Returns
+        -------
+        DecoderLM
+            Itself.
+
+        Notes
+        -----
+        A change of dtype or device, a copy, or loaded weights may undo the order; then all is as right and slower.
+        """
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                lay_out(module.q_proj, module.k_proj, module.v_proj)
+                lay_out(module.o_proj)
+            elif isinstance(module, SwiGLU):
+                lay_out(module.gate_proj, module.up_proj)
+                lay_out(module.down_proj)
+        lay_out(self.lm_head)
+        return self
 
     @classmethod
     def from_transformers(cls, model: PreTrainedModel) -> DecoderLM:

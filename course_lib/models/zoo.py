@@ -106,7 +106,9 @@ def load(
     if as_decoder:
         from course_lib.models.decoder import DecoderLM
 
-        return DecoderLM.from_transformers(model), tokenizer
+        decoder = DecoderLM.from_transformers(model)
+        del model  # whose weights are freed one by one as they are brought into another order
+        return decoder.optimize_for_decoding(), tokenizer
     return model, tokenizer
 
 

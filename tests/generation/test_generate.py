@@ -8,13 +8,18 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     StaticCache,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from course_lib import kv_cache
 from course_lib.generation import choose_tokens, generate
-from course_lib.models import DecoderConfig, DecoderLM, load
+from course_lib.generation.loop import CACHES
+from course_lib.memory import peak_memory
+from course_lib.models import ByteTokenizer, DecoderConfig, DecoderLM, load
 
 SMALL = {
     "vocab_size": 50,
@@ -48,18 +53,59 @@ def expected(theirs, ids, new, **options):
     return theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "object", None])
+@pytest.mark.parametrize(
+    "cache", ["dynamic", "static", "sliding_window", "offloaded", "paged", "prefix", "object", None]
+)
 @pytest.mark.parametrize("padded", [False, True])
-def test_greedy_tokens_are_those_of_transformers(model, theirs, cache, padded):
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_greedy_tokens_are_those_of_transformers(model, theirs, cache, padded, chunk):
+    """Whatever the cache, also where the first chunk of a row is nothing but padding."""
+    chunk = chunk if cache else None  # a chunk needs one
     ids = prompts()
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :3], mask[2, :1] = 0, 0
     kind = StaticCache(config=theirs.config, max_cache_len=40) if cache == "object" else cache
-    found = generate(model, ids, max_new_tokens=12, cache=kind, attention_mask=mask)
+    found = generate(model, ids, max_new_tokens=12, cache=kind, attention_mask=mask, prefill_chunk=chunk)
     assert torch.equal(found.sequences, expected(theirs, ids, 12, attention_mask=mask))
+    assert found.tokens == (12, 12, 12)
+    assert found.reused_tokens == 0
     assert found.prefill_seconds > 0
     assert found.decode_seconds > 0
+
+
+def test_every_name_makes_its_cache(model):
+    for name, kind in CACHES.items():
+        found = generate(model, prompts(), max_new_tokens=3, cache=name)
+        assert type(found.cache) is getattr(kv_cache, kind)
+        assert found.cache.get_seq_length() == 9
+
+
+def test_a_prefix_cache_is_asked_and_told(model):
+    ids, cache = prompts(batch=1, length=40), kv_cache.PrefixCache(model.config, block_size=4)
+    first = generate(model, ids, max_new_tokens=6, cache=cache)
+    again = generate(model, torch.cat((ids[:, :30], prompts(batch=1, length=3)), 1), max_new_tokens=6, cache=cache)
+    assert (first.reused_tokens, again.reused_tokens) == (0, 30)
+    assert torch.equal(again.sequences, generate(model, again.sequences[:, :33], max_new_tokens=6).sequences)
+
+
+def test_a_sliding_window_keeps_the_first_tokens_behind_padding(theirs):
+    """A padded row is the text that it is alone, though the window has dropped what stood before."""
+    model = DecoderLM.from_transformers(theirs)
+    ids, options = prompts(batch=2, length=12), {"window": 6, "sinks": 2}
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padded = generate(
+        model, ids, max_new_tokens=20, attention_mask=mask, cache=kv_cache.SlidingWindowCache(model.config, **options)
+    )
+    for row, start in ((0, 5), (1, 0)):
+        alone = generate(
+            model,
+            ids[row : row + 1, start:],
+            max_new_tokens=20,
+            cache=kv_cache.SlidingWindowCache(model.config, **options),
+        )
+        assert torch.equal(padded.sequences[row, start:], alone.sequences[0])
 
 
 def test_the_cache_serves_another_call(model):
@@ -109,6 +155,42 @@ def test_draws_come_from_what_transformers_would_leave(top_k, top_p, temperature
         assert found.unique().numel() > 1
 
 
+@given(st.floats(0.0, 1.0), st.floats(0.2, 3.0), st.floats(0.3, 3.0), st.integers(0, 2**31))
+def test_min_p_and_penalty_are_those_of_transformers(min_p, temperature, penalty, seed):
+    draw = torch.Generator().manual_seed(seed)
+    logits, text = 3 * torch.randn(1, 30, generator=draw), torch.randint(0, 30, (1, 8), generator=draw)
+    left = RepetitionPenaltyLogitsProcessor(penalty)(text, logits)
+    options = {"repetition_penalty": penalty, "generator": draw}
+    assert choose_tokens(logits, previous=text, **options) == left.argmax(-1)
+    assert choose_tokens(
+        logits, previous=torch.cat((text, text, -torch.ones(1, 3).long()), 1), **options
+    ) == left.argmax(-1)
+    left = MinPLogitsWarper(min_p)(None, left / temperature).softmax(-1)[0]
+    rows = choose_tokens(
+        logits.expand(2000, -1), previous=text.expand(2000, -1), temperature=temperature, min_p=min_p, **options
+    )
+    found = rows.bincount(minlength=30) / 2000
+    assert (left[rows] > 0).all()
+    torch.testing.assert_close(found, left, atol=0.07, rtol=0)
+
+
+def test_a_penalty_writes_what_transformers_writes(model, theirs):
+    ids = prompts()
+    found = generate(model, ids, max_new_tokens=15, repetition_penalty=1.3).sequences
+    assert torch.equal(found, expected(theirs, ids, 15, repetition_penalty=1.3))
+    assert not torch.equal(found, expected(theirs, ids, 15))
+
+
+def test_padding_is_no_text_that_a_penalty_counts(model):
+    ids, penalty = prompts(batch=2, length=9), {"max_new_tokens": 15, "repetition_penalty": 1.5}
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    alone = generate(model, ids[:1, 4:], **penalty).sequences[0]
+    for pad in alone[5:].unique().tolist():
+        ids[0, :4] = pad
+        assert torch.equal(generate(model, ids, attention_mask=mask, **penalty).sequences[0, 4:], alone)
+
+
 def test_draws_have_the_probabilities_of_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     draw = torch.Generator().manual_seed(0)
@@ -120,6 +202,37 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy():
     logits = torch.randn(20, 30)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
         assert torch.equal(choose_tokens(logits, temperature=1.0, **options), logits.argmax(-1))
+
+
+def test_a_stop_string_ends_its_row_where_it_is_complete_and_the_text_before_it():
+    decoder, tokenizer = load("course/rope")
+    ids = tokenizer(["def __init__(self", "    return self._"], return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 30, "attention_mask": ids["attention_mask"], "tokenizer": tokenizer}
+    free = generate(decoder, ids["input_ids"], **options)
+    assert free.texts == tuple(tokenizer.decode(row[17:]) for row in free.sequences)
+    stop = free.texts[0][9:14]
+    found = generate(decoder, ids["input_ids"], stop=["never written", stop], **options)
+    for row, text in enumerate(free.texts):
+        place = text.find(stop)
+        assert found.texts[row] == (text[:place] if place >= 0 else text)
+        assert found.tokens[row] == (place + len(stop) if place >= 0 else 30)
+        written = found.sequences[row, 17:]
+        assert torch.equal(written[: found.tokens[row]], free.sequences[row, 17 : 17 + found.tokens[row]])
+        assert (written[found.tokens[row] :] == written[found.tokens[row] - 1]).all()
+
+
+def test_a_chunked_prompt_holds_less_at_a_time(model):
+    ids, longest = prompts(batch=1, length=48), []
+    hook = model.register_forward_pre_hook(
+        lambda module, arguments, options: longest.append((arguments or (options.get("input_ids"),))[0].shape[1]),
+        with_kwargs=True,
+    )
+    try:
+        found = generate(model, ids, max_new_tokens=4, prefill_chunk=10)
+    finally:
+        hook.remove()
+    assert longest == [10, 10, 10, 10, 8, 1, 1, 1]
+    assert torch.equal(found.sequences, generate(model, ids, max_new_tokens=4).sequences)
 
 
 def test_a_native_checkpoint_writes_bytes():
@@ -159,7 +272,10 @@ def test_learned_positions_end_with_a_sentence():
         ({"max_new_tokens": 0}, "max_new_tokens is 0; a whole number of at least 1 is needed"),
         ({"input_ids": torch.ones(3)}, "input_ids has shape .3. and dtype torch.float32; integers"),
         ({"input_ids": torch.ones(1, 0).long()}, r"input_ids has shape \[1, 0\]"),
-        ({"cache": "paged"}, "cache is 'paged'; accepted are dynamic, static, a cache object, or None"),
+        (
+            {"cache": "page"},
+            "cache is 'page'; accepted are dynamic, static, sliding_window, quantized, offloaded, paged, prefix, a cache object",
+        ),
         ({"temperature": -1.0}, "temperature is -1.0; 0"),
         ({"temperature": float("nan")}, "temperature is nan; 0"),
         ({"top_k": 0, "temperature": 1.0}, "top_k is 0; a whole number of at least 1 is needed"),
@@ -167,6 +283,18 @@ def test_learned_positions_end_with_a_sentence():
         ({"top_k": 3}, "top_k is 3 and temperature 0, which always takes the most likely token"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask has shape \[1, 2\] and input_ids \[1, 3\]"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask hides the last token of a prompt"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask hides a token behind a visible one"),
+        ({"input_ids": torch.ones(0, 3).long()}, r"input_ids has shape \[0, 3\]"),
+        ({"min_p": 1.5, "temperature": 1.0}, "min_p is 1.5; a number from 0 to 1 is needed"),
+        ({"min_p": 0.1}, "min_p is 0.1 and temperature 0, which always"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; a finite number above 0 is needed"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0; a whole number of at least 1 is needed"),
+        ({"prefill_chunk": 2, "cache": None}, "prefill_chunk is 2 and cache None; a chunk needs a cache"),
+        ({"stop": "end"}, "tokenizer is None; stop 'end' needs one to decode the text"),
+        (
+            {"stop": ["a", ""], "tokenizer": ByteTokenizer()},
+            r"stop is \['a', ''\]; a text or several, none of them empty",
+        ),
     ],
 )
 def test_calls_that_cannot_be_are_refused(model, options, message):
@@ -179,3 +307,14 @@ def test_a_cache_that_holds_everything_is_refused(model):
     first = generate(model, ids, max_new_tokens=3)
     with pytest.raises(ValueError, match=r"^cache holds 9 tokens and input_ids 7; at least one token must be new$"):
         generate(model, ids, max_new_tokens=3, cache=first.cache)
+
+
+def test_a_chunked_prompt_needs_memory_for_a_chunk():
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    decoder = DecoderLM(DecoderConfig(**SMALL | sizes)).eval()
+    ids, peaks = prompts(batch=1, length=512), {}
+    for chunk in (None, 32):
+        with peak_memory() as peak:
+            found = generate(decoder, ids, max_new_tokens=1, prefill_chunk=chunk)
+        peaks[chunk] = peak.bytes - found.cache.nbytes
+    assert peaks[32] < peaks[None] / 4

@@ -24,6 +24,8 @@ SAMPLE = {
     # What the oldest supported Triton cannot compile, the interpreter may run all the same.
     ("quantised nf4 64 double bfloat16, rows 1", "matvec_kernel", "sm_90"),
     ("quantised int4 128 bfloat16, rows 16", "matmul_kernel", "sm_80"),
+    ("decoding bfloat16 128, paged", "split_kernel", "sm_90"),
+    ("decoding bfloat16 128, int4", "split_kernel", "sm_80"),
 }
 
 

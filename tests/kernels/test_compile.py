@@ -76,6 +76,16 @@ def test_products_with_quantised_weights_do_not_spill_on_any_card(entries):
     assert {entry.key: entry.spills for entry in wanted if entry.spills} == {}
 
 
+def test_decoding_does_not_spill_on_any_card_and_leaves_room_for_two_programs_on_a100_and_h200(entries):
+    wanted = [entry for entry in entries if entry.case.startswith("decoding ")]
+    assert {entry.kernel for entry in wanted} == {"split_kernel", "merge_kernel"}
+    assert {entry.key: entry.spills for entry in wanted if entry.spills} == {}
+    usual = [entry for entry in wanted if entry.target in ("sm_80", "sm_90") and entry.constants.get("BLOCK_M") == 16]
+    usual = [entry for entry in usual if "bfloat16" in entry.case]
+    assert len(usual) == 20
+    assert {entry.key: entry.blocks for entry in usual if entry.blocks < 2} == {}
+
+
 @pytest.mark.parametrize(
     ("target", "instruction", "machine"),
     [
@@ -107,7 +117,7 @@ def test_triton_emits_no_matrix_instruction_for_a_t4(entries):
 def test_kernels_compiled_anew_are_as_reported(anew, entries):
     reported = {entry.key: entry for entry in entries}
     found = [Compiled(**entry) for entry in anew["compiled"]]
-    assert len(found) == 7
+    assert len(found) == 9
     for entry in found:
         assert entry.faults() == []
         if anew["triton"] == read_report()[0]["triton"]:

@@ -17,6 +17,9 @@ from transformers import (
     StaticCache,
 )
 
+from course_lib.attention import attention
+from course_lib.kv_cache import KVCache
+from course_lib.kv_cache.dynamic import GrowingLayer
 from course_lib.models import load
 from course_lib.models.decoder import POSITIONS, DecoderConfig, DecoderLM
 
@@ -148,6 +151,41 @@ def test_every_attention_backend_gives_the_same_logits():
         found[backend] = model(tokens).logits
     torch.testing.assert_close(found["blockwise"], found["reference"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["sdpa"], found["reference"], rtol=1e-4, atol=1e-5)
+
+
+class Attending(GrowingLayer):
+    """Attends itself, to a stretch of at most three tokens, and notes how often."""
+
+    count = 0
+
+    def attend(self, q, key_states, value_states, *, scale=None, alibi_slopes=None, softcap=None):
+        if q.shape[2] > 3:
+            return None
+        Attending.count += 1
+        k, v = self.update(key_states, value_states)
+        return attention(q, k, v, causal=True, alibi_slopes=alibi_slopes, sliding_window=self.window)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+def test_a_cache_that_attends_itself_is_let(position, window):
+    model = DecoderLM(DecoderConfig(**SMALL, position=position, sliding_window=window)).double().eval()
+    tokens = torch.randint(0, 100, (2, 12))
+    whole, mask = model(tokens).logits, torch.ones(2, 12, dtype=torch.long)
+    for padded, layers, attended in (
+        (False, lambda own: Attending(own), 3 * 3),  # the prompt of eight tokens is too long for it
+        (True, lambda own: Attending(own), 0),  # it knows of no padding
+        (False, lambda own: Attending(None), 0 if window else 3 * 3),  # nor of a window that only the model has
+    ):
+        mask[0, 0], Attending.count = int(not padded), 0
+        expected = model(tokens, attention_mask=mask).logits if padded else whole
+        cache, parts = KVCache(model.config, layers), []
+        for start, end in ((0, 8), (8, 9), (9, 11), (11, 12)):
+            part = model(tokens[:, start:end], cache=cache, attention_mask=mask[:, :end])
+            parts.append(part.logits)
+        torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()], rtol=1e-6, atol=1e-6)
+        assert Attending.count == attended
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
