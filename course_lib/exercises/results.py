@@ -15,7 +15,8 @@ from course_lib.exercises import checks, tensors
 if TYPE_CHECKING:
     from rich.table import Table
 
-SECONDS_PER_CELL = 30
+#: Also on a busy machine, where a cell's imports alone may take half of it.
+SECONDS_PER_CELL = 60
 
 
 @dataclass(frozen=True)
