@@ -38,13 +38,18 @@ def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rul
         return reference_attention(q, k, v, rules)[0]
     query_len, kv_len = q.shape[2], k.shape[2]
     mask = blind = None
+    windowed = rules.sliding_window is not None and max(query_len, kv_len) > rules.sliding_window
     # A single query stands at the last key: nothing lies ahead of it.
-    by_position = rules.sliding_window is not None or (rules.causal and query_len > 1)
+    by_position = windowed or (rules.causal and query_len > 1)
     # PyTorch hides a key by minus infinity before it multiplies with the scale, which makes NaN or plus infinity of it.
-    aligned = query_len == kv_len and rules.sliding_window is None and rules.scale > 0
+    aligned = query_len == kv_len and not windowed and rules.scale > 0
     unmasked = rules.attention_mask is None and rules.alibi_slopes is None
     if not unmasked or (by_position and not aligned):
         mask, blind = _mask(q, kv_len, rules)
+    elif query_len == 1:
+        # Query heads that share keys stand in one product as its rows, so that no key is repeated for them.
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        return scaled_dot_product_attention(rows, k, v, scale=rules.scale).reshape(*q.shape[:3], v.shape[3])
     output = scaled_dot_product_attention(
         q,
         k,

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from course_lib.generation.loop import GenerationResult, check_whole, generate, make_cache
+from course_lib.generation.loop import GenerationResult, generate, make_cache
 from course_lib.generation.text import TextStream
 from course_lib.kv_cache import KVCache, PrefixCache
+from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
 
 Message = dict[str, str]
@@ -74,7 +75,7 @@ class ChatSession:
                 f"tokenizer is a {type(tokenizer).__name__} without a chat template; one is needed to chat"
             )
         if max_tokens is not None:
-            check_whole("max_tokens", max_tokens)
+            whole(max_tokens, "max_tokens", least=1)
         if cache is None:
             raise ValueError("cache is None; a conversation without one is `generate` with all messages")
         if cache == "static" and max_tokens is None:
@@ -116,7 +117,7 @@ class ChatSession:
             If the message with the system message alone is too long for `max_tokens`, or an option is not accepted; the session is
             then as it was.
         """
-        check_whole("max_new_tokens", max_new_tokens)
+        whole(max_new_tokens, "max_new_tokens", least=1)
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}], max_new_tokens)
         options.setdefault("eos_token_id", self._end_tokens())
         stream = TextStream(self.tokenizer, options.get("stop") or ())

@@ -14,6 +14,7 @@ from course_lib import kv_cache
 from course_lib.generation.sampling import check_sampling, choose_tokens
 from course_lib.generation.text import TextStream, check_stop
 from course_lib.memory.meta import cache_argument
+from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
 
 CACHES = {
@@ -134,7 +135,7 @@ def generate(
     if past >= length:
         raise ValueError(f"cache holds {past} tokens and input_ids {length}; at least one token must be new")
     if prefill_chunk is not None:
-        check_whole("prefill_chunk", prefill_chunk)
+        whole(prefill_chunk, "prefill_chunk", least=1)
         if kept is None:
             raise ValueError(
                 f"prefill_chunk is {prefill_chunk} and cache None; a chunk needs a cache of those before it"
@@ -284,7 +285,7 @@ def _check(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; integers [batch, length] are needed, at least one"
         )
-    check_whole("max_new_tokens", max_new_tokens)
+    whole(max_new_tokens, "max_new_tokens", least=1)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
@@ -300,12 +301,6 @@ def _check(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new
             )
     batch, length = input_ids.shape
     return batch, length
-
-
-def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; a whole number of at least 1 is needed")
 
 
 def _ends(eos_token_id: int | Sequence[int] | None, device: torch.device) -> torch.Tensor | None:

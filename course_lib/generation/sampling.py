@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from course_lib.memory.units import whole
+
 
 def check_sampling(
     temperature: float,
@@ -23,8 +25,8 @@ def check_sampling(
         raise ValueError(
             f"temperature is {temperature!r}; 0 (the most likely token) or a finite number above is needed"
         )
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"top_k is {top_k!r}; a whole number of at least 1 is needed")
+    if top_k is not None:
+        whole(top_k, "top_k", least=1)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p!r}; a number above 0 and at most 1 is needed")
     if min_p is not None and not 0 <= min_p <= 1:

@@ -87,10 +87,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         q: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        **rules: Any,
     ) -> torch.Tensor | None:
         """Store new tokens and let their queries attend, reading the store as it is.
 
@@ -100,8 +97,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             ``[batch, query_heads, length, head_dim]``, the queries of the new tokens; causal, and within the layer's window.
         key_states, value_states : Tensor
             As for `update`.
-        scale, alibi_slopes, softcap
-            As for :func:`course_lib.attention.attention`.
+        **rules
+            ``scale``, ``alibi_slopes`` and ``softcap`` as for :func:`course_lib.attention.attention`.
 
         Returns
         -------

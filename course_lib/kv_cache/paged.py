@@ -13,6 +13,7 @@ from course_lib.kernels.flash_decoding import decoding_refusal, flash_decoding
 from course_lib.kernels.flash_decoding_arguments import MOST_ROWS
 from course_lib.kv_cache.base import CacheLayer, KVCache, Pair
 from course_lib.kv_cache.tables import Pages, Tables
+from course_lib.memory.units import whole
 
 
 class PagedLayer(CacheLayer):
@@ -89,31 +90,18 @@ class PagedLayer(CacheLayer):
         return held[:, :, start:end] if len(held) else pool.new_empty(0, heads, end - start, dim)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, q: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor, **rules: Any
     ) -> torch.Tensor | None:
         """See :meth:`CacheLayer.attend`; None where no kernel reads the blocks in place, as on a CPU, where a copy costs less."""
         if not (self.is_initialized and self.held and q.is_cuda and 0 < q.shape[2] <= MOST_ROWS):
             return None
         blocks, _ = self.table.for_kernel(self.held, q.device)
-        if decoding_refusal(q, *self._pools(), blocks) or (torch.is_grad_enabled() and q.requires_grad):
+        if decoding_refusal(q, *self._pools(), blocks):
             return None
-        return self._attend(q, key_states, value_states, scale, alibi_slopes, softcap)
+        return self._attend(q, key_states, value_states, **rules)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        scale: float | None,
-        alibi_slopes: torch.Tensor | None,
-        softcap: float | None,
+        self, q: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor, **rules: Any
     ) -> torch.Tensor:
         self.store(key_states, value_states)
         keys, values = self._pools()
@@ -125,10 +113,8 @@ class PagedLayer(CacheLayer):
             values,
             lengths=lengths,
             block_table=blocks,
-            scale=scale,
             sliding_window=self.window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
+            **rules,
         )
         self.trim()
         assert isinstance(attended, torch.Tensor)
@@ -200,7 +186,9 @@ class PagedCache(KVCache):
     """
 
     def __init__(self, config: PretrainedConfig, *, block_size: int = 16, num_blocks: int | None = None) -> None:
-        check_positive(block_size=block_size, num_blocks=num_blocks)
+        whole(block_size, "block_size", least=1)
+        if num_blocks is not None:
+            whole(num_blocks, "num_blocks", least=1)
         self.tables: dict[int | None, Tables] = {}
 
         def layer(window: int | None) -> PagedLayer:
@@ -257,10 +245,3 @@ class PagedCache(KVCache):
     def _referring(self, table: Tables) -> list[Iterable[int]]:
         """Return what refers to blocks on this cache's behalf."""
         return [*table.rows]
-
-
-def check_positive(**numbers: int | None) -> None:
-    """Raise a ValueError for a number that is neither None nor an int of at least 1."""
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(f"{name} is {number!r}; a whole number of at least 1 is needed")

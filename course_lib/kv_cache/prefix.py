@@ -11,8 +11,9 @@ import torch
 from transformers import PretrainedConfig
 
 from course_lib.kv_cache.blocks import BlockPool
-from course_lib.kv_cache.paged import PagedCache, PagedLayer, check_positive
+from course_lib.kv_cache.paged import PagedCache, PagedLayer
 from course_lib.kv_cache.tables import Tables
+from course_lib.memory.units import whole
 
 #: What stands before the first tokens, and what padding is taken for; no token has such a number.
 ROOT, PADDING = -1, -1
@@ -229,7 +230,8 @@ class PrefixCache(PagedCache):
         num_blocks: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        check_positive(max_tokens=max_tokens)
+        if max_tokens is not None:
+            whole(max_tokens, "max_tokens", least=1)
         super().__init__(config, block_size=block_size, num_blocks=num_blocks)
         if list(self.tables) != [None] or not all(isinstance(layer, PagedLayer) for layer in self.layers):
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -168,14 +167,7 @@ class QuantizedLayer(CacheLayer):
         self.held, self.seen = self._stored - self._dropped + keys.shape[2], int(plain["seen"])
 
     def attend(
-        self,
-        q: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *,
-        scale: float | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        softcap: float | None = None,
+        self, q: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor, **rules: Any
     ) -> torch.Tensor | None:
         """See :meth:`CacheLayer.attend`; None where there is no kernel that reads codes, as on a CPU, or there are no codes."""
         if not self.is_initialized or not self._stored or not q.is_cuda or not 0 < q.shape[2] <= MOST_ROWS:
@@ -184,32 +176,18 @@ class QuantizedLayer(CacheLayer):
             return None
         if decoding_refusal(q, *self._codes) or decoding_refusal(q, key_states, value_states):
             return None
-        return self._attend(q, key_states, value_states, scale, alibi_slopes, softcap)
+        return self._attend(q, key_states, value_states, **rules)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        scale: float | None,
-        alibi_slopes: torch.Tensor | None,
-        softcap: float | None,
+        self, q: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor, **rules: Any
     ) -> torch.Tensor:
         """Attend to codes and to the newest tokens, each for itself, and merge the two."""
         self.store(key_states, value_states)
-        attend = partial(
-            flash_decoding,
-            q,
-            scale=scale,
-            sliding_window=self.window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            return_lse=True,
-        )
+        rules |= {"sliding_window": self.window, "return_lse": True}
         # Codes that a window has dropped are still in the buffer, where no query sees them.
         lengths = torch.full((self.batch,), self._stored, dtype=torch.int32, device=self.device)
-        old = attend(*self._codes, lengths=lengths, ahead=self._newest[0].shape[2])
-        new = attend(*self._newest)
+        old = flash_decoding(q, *self._codes, lengths=lengths, ahead=self._newest[0].shape[2], **rules)
+        new = flash_decoding(q, *self._newest, **rules)
         output, _ = merge(*zip(old, new, strict=True))
         self.trim()
         return output

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from course_lib.kernels.rope_arguments import Layout
 from course_lib.kv_cache.base import CacheLayer, KVCache, Pair
 from course_lib.kv_cache.dynamic import GrowingLayer
+from course_lib.memory.units import whole
 from course_lib.positions import apply_rope, rope_cos_sin, rope_frequencies
 
 #: No configuration says how a model pairs coordinates. These types of Transformers turn neighbours, the others halves.
@@ -258,9 +259,8 @@ class SlidingWindowCache(KVCache):
     """
 
     def __init__(self, config: PretrainedConfig, *, window: int = 1024, sinks: int = 4) -> None:
-        for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; a whole number of at least {least} is needed")
+        whole(window, "window", least=1)
+        whole(sinks, "sinks")
         super().__init__(config, GrowingLayer, window=window, sinks=sinks)
         text = config.get_text_config(decoder=True)
         if text.model_type == "bloom" or getattr(text, "alibi", False):

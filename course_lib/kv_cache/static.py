@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from course_lib.kv_cache.base import CacheLayer, KVCache, Pair
+from course_lib.memory.units import whole
 
 
 class StaticLayer(CacheLayer):
@@ -186,6 +187,5 @@ class StaticCache(KVCache):
     """
 
     def __init__(self, config: PretrainedConfig, max_cache_len: int) -> None:
-        if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
-            raise ValueError(f"max_cache_len is {max_cache_len!r}; a whole number of at least 1 is needed")
+        whole(max_cache_len, "max_cache_len", least=1)
         super().__init__(config, lambda window: StaticLayer(window, max_cache_len), max_cache_len=max_cache_len)

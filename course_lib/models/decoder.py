@@ -11,6 +11,8 @@ from torch.nn import functional
 from transformers import Cache, LlamaConfig, PreTrainedModel
 
 from course_lib.attention import attention
+from course_lib.attention.rules import Rules
+from course_lib.attention.sdpa import sdpa_attention
 from course_lib.kv_cache import CacheLayer
 from course_lib.models.layout import forget_plans, is_single, lay_out, product
 from course_lib.positions import (
@@ -101,6 +103,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.window, self.backend = layer, config.sliding_window, "auto"
         self.head_dim: int = config.head_dim
+        self.rules = Rules(self.head_dim**-0.5, causal=True, sliding_window=self.window)
         queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         bias = config.qkv_bias or config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
@@ -131,8 +134,9 @@ class SelfAttention(nn.Module):
         length, offset, mask = q.shape[2], 0, place.mask
         if cache is not None:
             own: Any = cache.layers[self.layer] if self.layer < len(cache.layers) else None
-            if isinstance(own, CacheLayer) and mask is None and self.window in (None, own.window):
-                attended = own.attend(q, k, v, alibi_slopes=place.slopes)
+            itself = self.backend == "auto" and isinstance(own, CacheLayer) and self.window in (None, own.window)
+            if itself and mask is None:
+                attended: torch.Tensor | None = own.attend(q, k, v, alibi_slopes=place.slopes)
                 if attended is not None:
                     return attended
             _, offset = cache.get_mask_sizes(length, self.layer)
@@ -141,11 +145,9 @@ class SelfAttention(nn.Module):
             filled = place.past + length - offset
             if filled < k.shape[2]:
                 k, v = k[:, :, :filled], v[:, :, :filled]
-        seen = self.window is None or k.shape[2] <= self.window
-        if length == 1 and seen and mask is None and place.slopes is None and self.backend == "auto":
-            # A single query sees all keys. Those that share keys and values stand in one product as its rows.
-            grouped = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)
-            return functional.scaled_dot_product_attention(grouped, k, v).reshape(*q.shape[:-1], v.shape[-1])
+        if length == 1 and mask is None and place.slopes is None and self.backend == "auto":
+            # What follows, without the checks, which would take a tenth of a single token's attention.
+            return sdpa_attention(q, k, v, self.rules)
         return attention(
             q,
             k,

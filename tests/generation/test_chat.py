@@ -233,7 +233,7 @@ def test_smollm2_reuses_all_but_the_end_of_its_own_reply():
     ("options", "message"),
     [
         ({"tokenizer": ByteTokenizer()}, "tokenizer is a ByteTokenizer without a chat template; one is needed"),
-        ({"max_tokens": 0}, "max_tokens is 0; a whole number of at least 1 is needed"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
         ({"cache": None}, "cache is None; a conversation without one"),
         ({"cache": "static"}, "cache is 'static' and max_tokens None; a static cache has room for"),
         ({"cache": "page"}, "cache is 'page'; accepted are dynamic, static"),
@@ -246,9 +246,9 @@ def test_sessions_that_cannot_be_are_refused(options, message):
     cache = generate(model, torch.ones(1, 3).long(), max_new_tokens=1).cache
     with pytest.raises(ValueError, match=r"^cache holds 3 tokens; an empty one is needed$"):
         ChatSession(model, Chatty(), cache=cache)
-    with pytest.raises(ValueError, match=r"^max_new_tokens is 0; a whole number"):
+    with pytest.raises(ValueError, match=r"^max_new_tokens must be a whole number"):
         ChatSession(model, Chatty()).send("a", max_new_tokens=0)
     session = ChatSession(model, Chatty(), cache=kv_cache.DynamicCache(model.config))
-    with pytest.raises(ValueError, match=r"^top_k is 0; "):
+    with pytest.raises(ValueError, match=r"^top_k must be a whole number"):
         session.send("a", top_k=0, temperature=1.0)
     assert session.messages == []

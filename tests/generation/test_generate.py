@@ -269,7 +269,7 @@ def test_learned_positions_end_with_a_sentence():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; a whole number of at least 1 is needed"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
         ({"input_ids": torch.ones(3)}, "input_ids has shape .3. and dtype torch.float32; integers"),
         ({"input_ids": torch.ones(1, 0).long()}, r"input_ids has shape \[1, 0\]"),
         (
@@ -278,7 +278,7 @@ def test_learned_positions_end_with_a_sentence():
         ),
         ({"temperature": -1.0}, "temperature is -1.0; 0"),
         ({"temperature": float("nan")}, "temperature is nan; 0"),
-        ({"top_k": 0, "temperature": 1.0}, "top_k is 0; a whole number of at least 1 is needed"),
+        ({"top_k": 0, "temperature": 1.0}, "top_k must be a whole number of at least 1, got 0"),
         ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5; a number above 0 and at most 1 is needed"),
         ({"top_k": 3}, "top_k is 3 and temperature 0, which always takes the most likely token"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask has shape \[1, 2\] and input_ids \[1, 3\]"),
@@ -288,7 +288,7 @@ def test_learned_positions_end_with_a_sentence():
         ({"min_p": 1.5, "temperature": 1.0}, "min_p is 1.5; a number from 0 to 1 is needed"),
         ({"min_p": 0.1}, "min_p is 0.1 and temperature 0, which always"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; a finite number above 0 is needed"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0; a whole number of at least 1 is needed"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"prefill_chunk": 2, "cache": None}, "prefill_chunk is 2 and cache None; a chunk needs a cache"),
         ({"stop": "end"}, "tokenizer is None; stop 'end' needs one to decode the text"),
         (

@@ -283,7 +283,7 @@ def test_models_whose_layers_forget_are_refused():
     )
     with pytest.raises(ValueError, match="only a window or keep a state"):
         PrefixCache(recurrent)
-    with pytest.raises(ValueError, match="max_tokens is 0"):
+    with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 1, got 0"):
         PrefixCache(llama(), max_tokens=0)
 
 

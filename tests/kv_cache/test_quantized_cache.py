@@ -498,8 +498,7 @@ def test_attention_to_codes_is_that_to_what_they_stand_for(window, options, rows
         assert layer.attend(q, *new, **options) is None  # there is no kernel on a CPU
         assert layer.seen == other.seen
         expected = attention(q, *other.update(*new), causal=True, sliding_window=window, **options)
-        positional = (options.get("scale"), options.get("alibi_slopes"), options.get("softcap"))
-        torch.testing.assert_close(layer._attend(q, *new, *positional), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer._attend(q, *new, **options), expected, rtol=1e-4, atol=1e-5)
         assert (layer.seen, layer.held) == (other.seen, other.held)
         assert torch.equal(layer.keys, other.keys)
 

@@ -250,5 +250,5 @@ def test_it_counts_as_compileable():
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, None])
 def test_a_room_that_is_none(length):
-    with pytest.raises(ValueError, match="max_cache_len is"):
+    with pytest.raises(ValueError, match="max_cache_len must be a whole number of at least 1"):
         StaticCache(transformers.LlamaConfig(**SMALL), length)

@@ -158,7 +158,7 @@ class Attending(GrowingLayer):
 
     count = 0
 
-    def attend(self, q, key_states, value_states, *, scale=None, alibi_slopes=None, softcap=None):
+    def attend(self, q, key_states, value_states, *, alibi_slopes):
         if q.shape[2] > 3:
             return None
         Attending.count += 1
@@ -173,11 +173,13 @@ def test_a_cache_that_attends_itself_is_let(position, window):
     model = DecoderLM(DecoderConfig(**SMALL, position=position, sliding_window=window)).double().eval()
     tokens = torch.randint(0, 100, (2, 12))
     whole, mask = model(tokens).logits, torch.ones(2, 12, dtype=torch.long)
-    for padded, layers, attended in (
-        (False, lambda own: Attending(own), 3 * 3),  # the prompt of eight tokens is too long for it
-        (True, lambda own: Attending(own), 0),  # it knows of no padding
-        (False, lambda own: Attending(None), 0 if window else 3 * 3),  # nor of a window that only the model has
+    for backend, padded, layers, attended in (
+        ("auto", False, lambda own: Attending(own), 3 * 3),  # the prompt of eight tokens is too long for it
+        ("auto", True, lambda own: Attending(own), 0),  # it knows of no padding
+        ("auto", False, lambda own: Attending(None), 0 if window else 3 * 3),  # nor of a window that only the model has
+        ("reference", False, lambda own: Attending(own), 0),  # and is no backend that was asked for by name
     ):
+        model.attention_backend = backend
         mask[0, 0], Attending.count = int(not padded), 0
         expected = model(tokens, attention_mask=mask).logits if padded else whole
         cache, parts = KVCache(model.config, layers), []
