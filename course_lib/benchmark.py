@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from course_lib import machine
 from course_lib.memory import Card, cards
 
 if TYPE_CHECKING:
@@ -190,6 +191,9 @@ class Numbered(Protocol):
     @property
     def number(self) -> int: ...
 
+    @property
+    def name(self) -> str: ...
+
 
 def study_options(documentation: str, versions: Sequence[Numbered]) -> argparse.ArgumentParser:
     """Return the options that every study of numbered versions takes: a folder for raw results, and which versions run.
@@ -268,23 +272,100 @@ def compare(
     return found
 
 
-def traffic_table(entries: Sequence[Mapping[str, Any]]) -> str:
+def entries(
+    found: Mapping[str, Mapping[str, Any]],
+    versions: Sequence[Numbered],
+    case: Mapping[str, Any],
+    moved: Callable[[Any], int],
+    share: Callable[[float], float | None],
+) -> list[dict[str, Any]]:
+    """Return what `compare` found for one case as records.
+
+    Parameters
+    ----------
+    found : mapping of str to dict
+        By the name of a version, or of a call of others.
+    versions : sequence
+        Those of the study; what is not known of the others is None.
+    case : mapping
+        What all records say: sizes, ``dtype``, ``flop``, ``least_bytes``, ``limit``.
+    moved : callable
+        Returns the bytes that a version asks for.
+    share : callable
+        Returns, of the seconds that a call took, the share of what the card allows, if that is known.
+    """
+    known = {one.name: one for one in versions}
+    return [
+        {
+            "name": name,
+            "version": known[name].number if name in known else None,
+            **case,
+            "bytes_moved": moved(known[name]) if name in known else None,
+            **result,
+            "share_of_bound": share(result["seconds"]) if result["seconds"] else None,
+        }
+        for name, result in found.items()
+    ]
+
+
+def run_study(
+    name: str,
+    cases: Sequence[dict[str, Any]],
+    run: Callable[[dict[str, Any], Any], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], str],
+    *,
+    on_card: bool,
+    folder: Path | None,
+) -> None:
+    """Run a study of kernels over its cases, print a table of each, and record all.
+
+    Parameters
+    ----------
+    name : str
+        Of the study.
+    cases : sequence of dict
+        Sizes, by name.
+    run : callable
+        Takes a case and a dtype, and returns records.
+    table : callable
+        Returns records as text.
+    on_card : bool
+        Whether a CUDA card runs the kernels, in the dtype that suits it. Elsewhere Triton's interpreter does, in float32 and float16.
+    folder : Path, optional
+        Gets the raw results.
+    """
+    import torch
+
+    chosen, found = machine.choose(), []
+    print(chosen)
+    if not on_card:
+        print("Triton's interpreter checks the kernels. Its times would say nothing about their speed: none are shown.")
+    for dtype in [chosen.dtype] if on_card else [torch.float32, torch.float16]:
+        for case in cases:
+            print(f"\n{dtype}, " + ", ".join(f"{key} {value}" for key, value in case.items()))
+            records = run(case, dtype)
+            print(table(records), flush=True)
+            found += records
+    if folder:
+        print(machine.record(name, found, folder))
+
+
+def traffic_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Return what `compare` found for one shape as text, for work that is bound by memory.
 
     Parameters
     ----------
-    entries : sequence of dict
-        `compare`'s, and of each the version's number, its name, ``flop``, ``least_bytes``, ``bytes_moved``, ``limit`` and
-        ``share_of_bound``.
+    records : sequence of dict
+        As `entries` returns them.
     """
-    flop, least = entries[0]["flop"], entries[0]["least_bytes"]
+    flop, least = records[0]["flop"], records[0]["least_bytes"]
     lines = [
         f"{flop / least:.3g} operations a byte at best: {flop / 1e6:.3g} MFLOP, {least / 1e6:.3g} MB",
         f"{'':26}{'error':>9}{'limit':>9}{'MB asked for':>13}{'of least':>10}",
     ]
-    if any(entry["seconds"] for entry in entries):
+    if any(entry["seconds"] for entry in records):
         lines[1] += f"{'ms':>10}{'GB/s':>9}{'of bound':>9}"
-    for entry in entries:
+    for entry in records:
         line = f"{entry['version'] or '':>2} {entry['name']:23}"
         if entry["reason"]:
             lines.append(f"{line} not timed: {entry['reason']}")

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from course_lib import benchmark, machine
+from course_lib import benchmark
 from course_lib.attention import attention
 from course_lib.attention.cost import flash_cost
 from course_lib.attention.yardstick import Attention, Contestant, measure, others
@@ -427,7 +428,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    chosen, on_card = machine.choose(), not INTERPRETED
+    on_card = not INTERPRETED
     arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--tokens", type=numbers, default=[1024, 4096, 16384] if on_card else [200], metavar="N,...")
     arguments.add_argument("--head-dims", type=numbers, default=[64, 128] if on_card else [32], metavar="D,...")
@@ -435,25 +436,18 @@ def main() -> None:
     arguments.add_argument("--kv-heads", type=int, default=4 if on_card else 2, help="key and value heads")
     options = arguments.parse_args()
 
-    print(chosen)
-    if not on_card:
-        print("Triton's interpreter checks the kernels. Its times would say nothing about their speed: none are shown.")
-    entries = []
-    for dtype in [chosen.dtype] if on_card else [torch.float32, torch.float16]:
-        for head_dim, tokens in itertools.product(options.head_dims, options.tokens):
-            sizes = {
-                "batch": max(1, 16384 // tokens) if on_card else 1,
-                "query_heads": options.heads,
-                "kv_heads": options.kv_heads,
-                "tokens": tokens,
-                "head_dim": head_dim,
-            }
-            print(f"\n{dtype}, causal, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, dtype, options.versions)
-            print(table(found), flush=True)
-            entries += found
-    if options.json:
-        print(machine.record("flash_attention", entries, options.json))
+    cases = [
+        {
+            "batch": max(1, 16384 // tokens) if on_card else 1,
+            "query_heads": options.heads,
+            "kv_heads": options.kv_heads,
+            "tokens": tokens,
+            "head_dim": head_dim,
+        }
+        for head_dim, tokens in itertools.product(options.head_dims, options.tokens)
+    ]
+    run = partial(study, versions=options.versions)
+    benchmark.run_study("flash_attention", cases, run, table, on_card=on_card, folder=options.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from course_lib import benchmark, machine
+from course_lib import benchmark
 from course_lib.attention.cost import Cost
 from course_lib.attention.yardstick import output_error, share_of_bound
 from course_lib.kernels import flash_decoding_launch as library
@@ -291,27 +291,27 @@ def study(sizes: dict[str, int], dtype: torch.dtype, versions: list[Version]) ->
     )
     exact = exactly(q, k, v)
     limit = 2 * output_error(repeated(q, k, v), exact) + torch.finfo(dtype).eps
-    known = {one.name: one for one in versions}
     calls: dict[str, Callable[[], torch.Tensor]] = {
         one.name: partial(one.run, q, *one.prepare(k, v)) for one in versions
     }
     if not INTERPRETED:
         calls |= {name: partial(run, q, k, v) for name, run in others().items()}
     least = Cost(4 * batch * query_heads * tokens * head_dim, least_bytes(*sizes.values(), dtype.itemsize))
-    card, entries = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name()), []
-    error = partial(output_error, exact=exact)
-    for name, found in benchmark.compare(calls, error, limit, known, not INTERPRETED).items():
-        version = known.get(name)
-        entry = {"name": name, "version": version and version.number, **sizes}
-        entry |= {"dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
-        entry["bytes_moved"] = version and version.bytes_moved(*sizes.values(), dtype.itemsize)
-        share = share_of_bound(card, least, found["seconds"]) if found["seconds"] else None
-        entries.append(entry | {"limit": limit} | found | {"share_of_bound": share})
-    return entries
+    ours = {one.name for one in versions}
+    found = benchmark.compare(calls, partial(output_error, exact=exact), limit, ours, not INTERPRETED)
+    case = {**sizes, "dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
+    card = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name())
+    return benchmark.entries(
+        found,
+        versions,
+        case | {"limit": limit},
+        lambda version: version.bytes_moved(*sizes.values(), dtype.itemsize),
+        partial(share_of_bound, card, least),
+    )
 
 
 def main() -> None:
-    chosen, on_card = machine.choose(), not INTERPRETED
+    on_card = not INTERPRETED
     arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--batches", type=numbers, default=[1, 32] if on_card else [1, 2], metavar="N,...")
     # With 32 sequences of the longer caches version 1 makes copies for which only large cards have room.
@@ -323,25 +323,18 @@ def main() -> None:
     arguments.add_argument("--kv-heads", type=int, default=8 if on_card else 2, help="key heads")
     options = arguments.parse_args()
 
-    print(chosen)
-    if not on_card:
-        print("Triton's interpreter checks the kernels. Its times would say nothing about their speed: none are shown.")
-    entries = []
-    for dtype in [chosen.dtype] if on_card else [torch.float32, torch.float16]:
-        for batch, tokens in itertools.product(options.batches, options.keys):
-            sizes = {
-                "batch": batch,
-                "query_heads": options.heads,
-                "kv_heads": options.kv_heads,
-                "tokens": tokens,
-                "head_dim": options.head_dim,
-            }
-            print(f"\n{dtype}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, dtype, options.versions)
-            print(benchmark.traffic_table(found), flush=True)
-            entries += found
-    if options.json:
-        print(machine.record("flash_decoding", entries, options.json))
+    cases = [
+        {
+            "batch": batch,
+            "query_heads": options.heads,
+            "kv_heads": options.kv_heads,
+            "tokens": tokens,
+            "head_dim": options.head_dim,
+        }
+        for batch, tokens in itertools.product(options.batches, options.keys)
+    ]
+    run = partial(study, versions=options.versions)
+    benchmark.run_study("flash_decoding", cases, run, benchmark.traffic_table, on_card=on_card, folder=options.json)
 
 
 if __name__ == "__main__":

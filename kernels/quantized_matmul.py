@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from course_lib import benchmark, machine
+from course_lib import benchmark
 from course_lib.attention.cost import Cost
 from course_lib.attention.yardstick import output_error, share_of_bound
 from course_lib.kernels import quantized_matmul as library
@@ -286,23 +286,21 @@ def study(sizes: dict[str, int], scheme: str, dtype: torch.dtype, versions: list
     levels = nf4_levels().to(DEVICE) if scheme == "nf4" else torch.arange(-8.0, 8.0, device=DEVICE)
     exact = x.double() @ weight.dequantize(torch.float32).double().T
     limit = 2 * output_error(dequantise_first(x, weight, levels), exact) + torch.finfo(dtype).eps
-    known = {one.name: one for one in versions}
     calls: dict[str, Callable[[], torch.Tensor]] = {one.name: partial(one.run, x, weight, levels) for one in versions}
     if not INTERPRETED:
         calls |= {name: partial(run, x) for name, run in others(weight, weight.dequantize(dtype)).items()}
     least = Cost(2 * rows * out_features * in_features, least_bytes(*sizes.values(), dtype.itemsize))
-    card, entries = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name()), []
-    error = partial(output_error, exact=exact)
-    for name, found in benchmark.compare(calls, error, limit, known, not INTERPRETED).items():
-        version, moved = known.get(name), None
-        if version:
-            options = {"scheme": scheme} if version.run is production else {}
-            moved = version.bytes_moved(*sizes.values(), dtype.itemsize, **options)
-        entry = {"name": name, "version": version and version.number, "scheme": scheme, **sizes}
-        entry |= {"dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
-        share = share_of_bound(card, least, found["seconds"]) if found["seconds"] else None
-        entries.append(entry | {"bytes_moved": moved, "limit": limit} | found | {"share_of_bound": share})
-    return entries
+    ours = {one.name for one in versions}
+    found = benchmark.compare(calls, partial(output_error, exact=exact), limit, ours, not INTERPRETED)
+
+    def moved(version: Version) -> int:
+        options = {"scheme": scheme} if version.run is production else {}
+        return version.bytes_moved(*sizes.values(), dtype.itemsize, **options)
+
+    case = {"scheme": scheme, **sizes, "dtype": str(dtype).removeprefix("torch.")}
+    case |= {"flop": least.flops, "least_bytes": least.bytes, "limit": limit}
+    card = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name())
+    return benchmark.entries(found, versions, case, moved, partial(share_of_bound, card, least))
 
 
 #: Layers of Llama 3 8B: queries, keys, up, down, and the head, for whose values in float64 only large cards have room.
@@ -316,7 +314,7 @@ def main() -> None:
             raise ValueError
         return found
 
-    chosen, on_card = machine.choose(), not INTERPRETED
+    on_card = not INTERPRETED
     arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--rows", type=numbers, default=[1, 4, 16, 512] if on_card else [1, 6], metavar="N,...")
     large = on_card and torch.cuda.get_device_properties().total_memory > 6e10
@@ -327,19 +325,16 @@ def main() -> None:
     if unknown := set(options.schemes) - {"nf4", "int4"}:
         arguments.error(f"--schemes names {', '.join(sorted(unknown))}; accepted are nf4 and int4")
 
-    print(chosen)
-    if not on_card:
-        print("Triton's interpreter checks the kernels. Its times would say nothing about their speed: none are shown.")
-    entries = []
-    for dtype in [chosen.dtype] if on_card else [torch.float32, torch.float16]:
-        for scheme, shape, rows in itertools.product(options.schemes, options.shapes, options.rows):
-            sizes = dict(zip(("rows", "out_features", "in_features"), (rows, *shape), strict=True))
-            print(f"\n{dtype}, {scheme}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, scheme, dtype, options.versions)
-            print(benchmark.traffic_table(found), flush=True)
-            entries += found
-    if options.json:
-        print(machine.record("quantized_matmul", entries, options.json))
+    cases = [
+        {"scheme": scheme, "rows": rows, "out_features": shape[0], "in_features": shape[1]}
+        for scheme, shape, rows in itertools.product(options.schemes, options.shapes, options.rows)
+    ]
+
+    def run(case: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Any]]:
+        scheme, *sizes = case.items()
+        return study(dict(sizes), scheme[1], dtype, options.versions)
+
+    benchmark.run_study("quantized_matmul", cases, run, benchmark.traffic_table, on_card=on_card, folder=options.json)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from course_lib import benchmark, machine
+from course_lib import benchmark
 from course_lib.attention.cost import Cost
-from course_lib.attention.yardstick import output_error
+from course_lib.attention.yardstick import output_error, share_of_bound
 from course_lib.kernels.rope import rope_qk
 from course_lib.positions import apply_rope, rope_cos_sin, rope_frequencies
 
@@ -258,24 +258,23 @@ def study(sizes: dict[str, int], dtype: torch.dtype, versions: list[Version]) ->
     limit = 2 * error(pytorch(q, k, cos, sin)) + torch.finfo(dtype).eps
     data = data_bytes(*sizes.values(), dtype.itemsize)
     least = Cost(3 * data // (2 * dtype.itemsize), data + table_bytes(sizes["tokens"], sizes["head_dim"]))
-    known = {one.name: one for one in versions}
     runs = {one.name: one.run for one in versions} | ({} if INTERPRETED else others())
     # Some turn them in place.
     calls = {name: partial(run, q.clone(), k.clone(), cos, sin) for name, run in runs.items()}
-    card, entries = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name()), []
-    for name, found in benchmark.compare(calls, error, limit, known, not INTERPRETED).items():
-        version, share = known.get(name), None
-        if card and found["seconds"]:
-            share = least.bytes / card.bandwidth_bytes_per_second / found["seconds"]
-        entry = {"name": name, "version": version and version.number, **sizes}
-        entry |= {"dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
-        entry["bytes_moved"] = version and version.bytes_moved(*sizes.values(), dtype.itemsize)
-        entries.append(entry | {"limit": limit} | found | {"share_of_bound": share})
-    return entries
+    found = benchmark.compare(calls, error, limit, {one.name for one in versions}, not INTERPRETED)
+    case = {**sizes, "dtype": str(dtype).removeprefix("torch."), "flop": least.flops, "least_bytes": least.bytes}
+    card = None if INTERPRETED else benchmark.card_of(torch.cuda.get_device_name())
+    return benchmark.entries(
+        found,
+        versions,
+        case | {"limit": limit},
+        lambda version: version.bytes_moved(*sizes.values(), dtype.itemsize),
+        partial(share_of_bound, card, least),
+    )
 
 
 def main() -> None:
-    chosen, on_card = machine.choose(), not INTERPRETED
+    on_card = not INTERPRETED
     arguments, numbers = benchmark.study_options(__doc__, VERSIONS), benchmark.numbers
     arguments.add_argument("--tokens", type=numbers, default=[1, 1024, 16384] if on_card else [1, 40], metavar="N,...")
     arguments.add_argument("--head-dims", type=numbers, default=[64, 128] if on_card else [32], metavar="D,...")
@@ -283,25 +282,18 @@ def main() -> None:
     arguments.add_argument("--kv-heads", type=int, default=8 if on_card else 2, help="key heads")
     options = arguments.parse_args()
 
-    print(chosen)
-    if not on_card:
-        print("Triton's interpreter checks the kernels. Its times would say nothing about their speed: none are shown.")
-    entries = []
-    for dtype in [chosen.dtype] if on_card else [torch.float32, torch.float16]:
-        for head_dim, tokens in itertools.product(options.head_dims, options.tokens):
-            sizes = {
-                "batch": min(64, max(1, 16384 // tokens)) if on_card else 2,
-                "query_heads": options.heads,
-                "kv_heads": options.kv_heads,
-                "tokens": tokens,
-                "head_dim": head_dim,
-            }
-            print(f"\n{dtype}, " + ", ".join(f"{key} {value}" for key, value in sizes.items()))
-            found = study(sizes, dtype, options.versions)
-            print(benchmark.traffic_table(found), flush=True)
-            entries += found
-    if options.json:
-        print(machine.record("rope", entries, options.json))
+    cases = [
+        {
+            "batch": min(64, max(1, 16384 // tokens)) if on_card else 2,
+            "query_heads": options.heads,
+            "kv_heads": options.kv_heads,
+            "tokens": tokens,
+            "head_dim": head_dim,
+        }
+        for head_dim, tokens in itertools.product(options.head_dims, options.tokens)
+    ]
+    run = partial(study, versions=options.versions)
+    benchmark.run_study("rope", cases, run, benchmark.traffic_table, on_card=on_card, folder=options.json)
 
 
 if __name__ == "__main__":

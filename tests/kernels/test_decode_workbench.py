@@ -1,25 +1,19 @@
 """The study of products and decoding on a CPU."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
+import studies
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from course_lib.models import DecoderLM
 from course_lib.quantization import cpu, quantize
 
-PATH = Path(__file__).parents[2] / "kernels" / "decode_on_cpu.py"
-
 
 @pytest.fixture
 def study():
-    spec = importlib.util.spec_from_file_location("decode_on_cpu", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return studies.load("decode_on_cpu")
 
 
 needs_products = pytest.mark.skipif(

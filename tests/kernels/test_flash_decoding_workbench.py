@@ -1,31 +1,17 @@
 """The workbench's decoding: every version attends as the formula does, its bytes are counted as it runs, a run records it."""
 
-import importlib.util
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import studies
 import torch
 
 from course_lib import benchmark
 
 pytest.importorskip("triton", reason="Triton exists for Linux")
 
-STUDY = Path(__file__).resolve().parents[2] / "kernels" / "flash_decoding.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("workbench_flash_decoding", STUDY)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load()
+study = studies.load("flash_decoding")
 DEVICE = study.DEVICE
 VERSIONS = pytest.mark.parametrize("version", study.VERSIONS, ids=lambda version: version.name)
 interpreted = pytest.mark.skipif(not study.INTERPRETED, reason="only the interpreter can be listened to")
@@ -99,23 +85,10 @@ def test_only_a_group_in_one_tile_reads_keys_once(element_size):
 # ---- measuring
 
 
-def run(monkeypatch, folder, *arguments):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["flash_decoding.py", *arguments])
-    study.main()
-
-
-def no_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
 def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
     sizes = ["--batches", "1,2", "--keys", "33", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-    run(monkeypatch, tmp_path, "--json", str(tmp_path / "results"), "--versions", "1,3,4,5", *sizes)
-    (path,) = (tmp_path / "results").iterdir()
-    text = path.read_text(encoding="utf-8")
-    assert str(tmp_path) not in text
-    ours = [one for one in json.loads(text, parse_constant=no_constant)["runs"] if one["version"]]
+    runs = studies.run(study, monkeypatch, tmp_path, "--versions", "1,3,4,5", *sizes)
+    ours = [one for one in runs if one["version"]]
     assert {(one["version"], one["batch"]) for one in ours} == {(number, n) for number in (1, 3, 4, 5) for n in (1, 2)}
     for one in ours:
         assert one["error"] <= one["limit"]
@@ -129,11 +102,8 @@ def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--versions", "6"], ["--keys", "0"], ["--batches", "many"]])
-def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, tmp_path, *arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, capsys):
+    studies.refuses(study, monkeypatch, capsys, *arguments)
 
 
 def test_a_version_that_attends_wrongly_is_never_timed(monkeypatch):
@@ -171,11 +141,4 @@ def test_kernels_of_others_that_pytorch_has_compute_the_same(name):
 
 
 def test_without_triton_the_study_says_so_and_succeeds():
-    hide = (
-        "import importlib.util as u, runpy; real = u.find_spec; "
-        "u.find_spec = lambda name, *rest: None if name == 'triton' else real(name, *rest); "
-        f"runpy.run_path({str(STUDY)!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Triton is not installed" in done.stdout
+    studies.succeeds_without_triton("flash_decoding")

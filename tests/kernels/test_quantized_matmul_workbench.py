@@ -1,13 +1,9 @@
 """The workbench's products with quantised weights: every version multiplies, its bytes are counted as it runs, a run records it."""
 
-import importlib.util
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import studies
 import torch
 
 from course_lib import benchmark
@@ -15,17 +11,7 @@ from course_lib.quantization import nf4_levels, quantize
 
 pytest.importorskip("triton", reason="Triton exists for Linux")
 
-STUDY = Path(__file__).resolve().parents[2] / "kernels" / "quantized_matmul.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("workbench_quantized_matmul", STUDY)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load()
+study = studies.load("quantized_matmul")
 DEVICE = study.DEVICE
 VERSIONS = pytest.mark.parametrize("version", study.VERSIONS, ids=lambda version: version.name)
 SCHEMES = pytest.mark.parametrize("scheme", ["nf4", "int4"])
@@ -105,23 +91,10 @@ def test_dequantising_first_moves_many_times_the_least_and_production_little_mor
 # ---- measuring
 
 
-def run(monkeypatch, folder, *arguments):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["quantized_matmul.py", *arguments])
-    study.main()
-
-
-def no_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
 def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
     sizes = ["--rows", "1,5", "--shapes", "9x128,16x64", "--schemes", "nf4"]
-    run(monkeypatch, tmp_path, "--json", str(tmp_path / "results"), "--versions", "1,3,5", *sizes)
-    (path,) = (tmp_path / "results").iterdir()
-    text = path.read_text(encoding="utf-8")
-    assert str(tmp_path) not in text
-    ours = [one for one in json.loads(text, parse_constant=no_constant)["runs"] if one["version"]]
+    runs = studies.run(study, monkeypatch, tmp_path, "--versions", "1,3,5", *sizes)
+    ours = [one for one in runs if one["version"]]
     assert {(one["version"], one["rows"], one["out_features"]) for one in ours} == {
         (number, rows, size) for number in (1, 3, 5) for rows in (1, 5) for size in (9, 16)
     }
@@ -146,11 +119,8 @@ def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
         ["--schemes", "nf4,int3"],
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, tmp_path, *arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, capsys):
+    studies.refuses(study, monkeypatch, capsys, *arguments)
 
 
 def test_a_version_that_multiplies_wrongly_is_never_timed(monkeypatch):
@@ -191,11 +161,4 @@ def test_kernels_of_others_that_fail_are_listed_with_the_reason(monkeypatch):
 
 
 def test_without_triton_the_study_says_so_and_succeeds():
-    hide = (
-        "import importlib.util as u, runpy; real = u.find_spec; "
-        "u.find_spec = lambda name, *rest: None if name == 'triton' else real(name, *rest); "
-        f"runpy.run_path({str(STUDY)!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Triton is not installed" in done.stdout
+    studies.succeeds_without_triton("quantized_matmul")

@@ -1,13 +1,9 @@
 """The workbench's rotary positions: every version turns as apply_rope does, its bytes are counted as it runs, a run records it."""
 
-import importlib.util
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import studies
 import torch
 
 from course_lib import benchmark
@@ -16,17 +12,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux")
 
 from course_lib.positions import apply_rope, rope_cos_sin, rope_frequencies
 
-STUDY = Path(__file__).resolve().parents[2] / "kernels" / "rope.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("workbench_rope", STUDY)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load()
+study = studies.load("rope")
 DEVICE = study.DEVICE
 VERSIONS = pytest.mark.parametrize("version", study.VERSIONS, ids=lambda version: version.name)
 interpreted = pytest.mark.skipif(not study.INTERPRETED, reason="only the interpreter can be listened to")
@@ -123,23 +109,10 @@ def test_each_version_asks_for_less_than_the_one_before_and_the_last_for_about_t
 # ---- measuring
 
 
-def run(monkeypatch, folder, *arguments):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["rope.py", *arguments])
-    study.main()
-
-
-def no_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
 def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
     sizes = ["--tokens", "1,6", "--head-dims", "16", "--heads", "3", "--kv-heads", "1"]
-    run(monkeypatch, tmp_path, "--json", str(tmp_path / "results"), "--versions", "1,3,5", *sizes)
-    (path,) = (tmp_path / "results").iterdir()
-    text = path.read_text(encoding="utf-8")
-    assert str(tmp_path) not in text
-    ours = [one for one in json.loads(text, parse_constant=no_constant)["runs"] if one["version"]]
+    runs = studies.run(study, monkeypatch, tmp_path, "--versions", "1,3,5", *sizes)
+    ours = [one for one in runs if one["version"]]
     assert {(one["version"], one["tokens"]) for one in ours} == {(number, n) for number in (1, 3, 5) for n in (1, 6)}
     for one in ours:
         assert one["error"] <= one["limit"]
@@ -153,11 +126,8 @@ def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--versions", "6"], ["--tokens", "0"], ["--tokens", "many"]])
-def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, tmp_path, *arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, capsys):
+    studies.refuses(study, monkeypatch, capsys, *arguments)
 
 
 def test_a_version_that_turns_wrongly_is_never_timed(monkeypatch):
@@ -187,11 +157,4 @@ def test_kernels_of_others_that_are_not_there_are_listed_with_the_reason(monkeyp
 
 
 def test_without_triton_the_study_says_so_and_succeeds():
-    hide = (
-        "import importlib.util as u, runpy; real = u.find_spec; "
-        "u.find_spec = lambda name, *rest: None if name == 'triton' else real(name, *rest); "
-        f"runpy.run_path({str(STUDY)!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Triton is not installed" in done.stdout
+    studies.succeeds_without_triton("rope")

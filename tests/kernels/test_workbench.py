@@ -1,14 +1,10 @@
 """The workbench's flash attention: every version computes attention, its bytes are counted as it runs, a run records it."""
 
-import importlib.util
 import inspect
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import studies
 import torch
 
 from course_lib import benchmark
@@ -20,17 +16,7 @@ from course_lib.attention import attention
 from course_lib.attention.cost import Cost
 from course_lib.attention.yardstick import Contestant, formula, measure, others, output_error, share_of_bound
 
-STUDY = Path(__file__).resolve().parents[2] / "kernels" / "flash_attention.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("workbench_flash_attention", STUDY)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load()
+study = studies.load("flash_attention")
 DEVICE = torch.device("cpu" if study.INTERPRETED else "cuda")
 VERSIONS = pytest.mark.parametrize("version", study.VERSIONS, ids=lambda version: version.name)
 interpreted = pytest.mark.skipif(not study.INTERPRETED, reason="only the interpreter can be listened to")
@@ -135,23 +121,9 @@ def test_on_a_card_the_library_asks_for_as_much_as_version_4_does_with_blocks_of
 # ---- measuring
 
 
-def run(monkeypatch, folder, *arguments):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["flash_attention.py", *arguments])
-    study.main()
-
-
-def no_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
 def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
     sizes = ["--tokens", "70", "--head-dims", "16", "--heads", "2", "--kv-heads", "1"]
-    run(monkeypatch, tmp_path, "--json", str(tmp_path / "results"), "--versions", "1,3,6", *sizes)
-    (path,) = (tmp_path / "results").iterdir()
-    text = path.read_text(encoding="utf-8")
-    assert str(tmp_path) not in text
-    runs = json.loads(text, parse_constant=no_constant)["runs"]
+    runs = studies.run(study, monkeypatch, tmp_path, "--versions", "1,3,6", *sizes)
     ours = [one for one in runs if one["version"]]
     assert {one["version"] for one in ours} == {1, 3, 6}
     assert {one["pass"] for one in ours if one["version"] == 6} == {"forward", "backward"}
@@ -167,11 +139,8 @@ def test_a_run_prints_a_table_and_records_it(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--versions", "7"], ["--tokens", "0"], ["--tokens", "many"]])
-def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, tmp_path, *arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_arguments_that_mean_nothing_are_refused(arguments, monkeypatch, capsys):
+    studies.refuses(study, monkeypatch, capsys, *arguments)
 
 
 def test_a_version_that_forgets_its_late_rows_is_never_timed(monkeypatch):
@@ -220,14 +189,7 @@ def test_somebody_elses_kernel_that_is_not_there_is_listed_with_the_reason():
 
 
 def test_without_triton_the_study_says_so_and_succeeds():
-    hide = (
-        "import importlib.util as u, runpy; real = u.find_spec; "
-        "u.find_spec = lambda name, *rest: None if name == 'triton' else real(name, *rest); "
-        f"runpy.run_path({str(STUDY)!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Triton is not installed" in done.stdout
+    studies.succeeds_without_triton("flash_attention")
 
 
 # ---- cards
