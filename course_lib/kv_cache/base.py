@@ -328,7 +328,15 @@ class KVCache(Cache):  # type: ignore[misc]
         return {f"{i}.{name}": tensor for i, layer in enumerate(self.layers) for name, tensor in _found(layer).items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokens held to a safetensors file, as they are stored, whole or not at all."""
+        """Write the tokens held to a safetensors file, as they are stored, whole or not at all.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such folder.
+        ValueError
+            If the model has layers that keep a state instead of keys and values.
+        """
         from course_lib.kv_cache.storage import save
 
         save(self, path)

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from course_lib.kv_cache.base import CacheLayer
+from course_lib.quantization.storage import damage_named, read, write
 
 if TYPE_CHECKING:
     from course_lib.kv_cache.base import KVCache
@@ -21,8 +22,6 @@ Kind = TypeVar("Kind", bound="KVCache")
 
 def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     """Write a cache, see :meth:`course_lib.kv_cache.base.KVCache.save`."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     plain: list[dict[str, Any] | None] = []
     for index, layer in enumerate(cache.layers):
@@ -36,38 +35,16 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
             f"{index}.{name}": tensor.clone(memory_format=torch.contiguous_format) for name, tensor in own.items()
         }
         plain.append(values)
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": type(cache).__name__,
-        "options": json.dumps(cache.options),
-        "layers": json.dumps(plain),
-    }
-    path = Path(path)
-    fresh = path.with_name(path.name + ".part")
-    try:
-        save_file(tensors, fresh, metadata=metadata)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    header = {"format": FORMAT, "version": VERSION, "kind": type(cache).__name__}
+    write(path, tensors, **header, options=json.dumps(cache.options), layers=json.dumps(plain))
 
 
 def load(kind: type[Kind], path: str | os.PathLike[str], config: PretrainedConfig) -> Kind:
     """Read a cache, see :meth:`course_lib.kv_cache.base.KVCache.load`."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"path {str(path)!r} is no file; save() of a cache writes one")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            found = [str(metadata.get(key, f"no {key}")) for key in ("format", "version", "kind")]
-            if found != [FORMAT, VERSION, kind.__name__]:
-                raise ValueError(
-                    f"path {path.name!r} has {' '.join(found)}; {FORMAT} {VERSION} {kind.__name__} is needed"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with damage_named(path):
+        header = {"format": FORMAT, "version": VERSION, "kind": kind.__name__}
+        tensors, metadata = read(path, "save() of a cache", torch.device("cpu"), **header)
         cache = kind(config, **json.loads(metadata["options"]))
         layers = json.loads(metadata["layers"])
         if len(layers) != len(cache.layers):
@@ -76,7 +53,4 @@ def load(kind: type[Kind], path: str | os.PathLike[str], config: PretrainedConfi
             if plain is not None:
                 prefix = f"{index}."
                 layer.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, plain)
-    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(f"path {path.name!r} is damaged or of another model ({reason})") from error
     return cache

@@ -45,17 +45,7 @@ def lay_out(*layers: nn.Module) -> None:
 def product(inputs: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
     """Return what each of several linear layers makes of the same inputs, by one product where their weights allow it.
 
-    Parameters
-    ----------
-    inputs : Tensor
-        ``[..., in_features]``.
-    layers : nn.Module
-        Linear layers, quantised or not.
-
-    Returns
-    -------
-    tuple of Tensor
-        ``[..., out_features]`` of each.
+    Parameters and result are those of :func:`course_lib.quantization.linear.together`, which serves quantised layers.
 
     Notes
     -----

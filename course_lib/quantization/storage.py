@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +33,11 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
+    FileNotFoundError
+        If there is no such folder.
     ValueError
         If the model has no quantised layer.
     """
-    from safetensors.torch import save_file
-
     layers = {
         name: _describe(module)
         for name, module in model.named_modules()
@@ -56,14 +57,7 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
         # safetensors refuses a tensor that is part of a larger storage.
         part = tensor.untyped_storage().nbytes() != tensor.nbytes
         state[name] = tensor.clone(memory_format=torch.contiguous_format) if part else tensor.contiguous()
-    metadata = {"format": FORMAT, "version": VERSION, "layers": json.dumps(layers), "shared": json.dumps(shared)}
-    path = Path(path)
-    fresh = path.with_name(path.name + ".part")
-    try:
-        save_file(state, fresh, metadata=metadata)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    write(path, state, format=FORMAT, version=VERSION, layers=json.dumps(layers), shared=json.dumps(shared))
 
 
 def load_quantized(model: M, path: str | os.PathLike[str]) -> M:
@@ -89,25 +83,13 @@ def load_quantized(model: M, path: str | os.PathLike[str]) -> M:
     ValueError
         If the file is damaged, of another format or version, or of another architecture; the model is then as it was.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"path {str(path)!r} is no file; save_quantized writes one")
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
-                found = " ".join(str(metadata.get(key, f"no {key}")) for key in ("format", "version"))
-                raise ValueError(f"path {path.name!r} has {found}; {FORMAT} {VERSION} is needed")
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with damage_named(path):
+        state, metadata = read(path, "save_quantized", device, format=FORMAT, version=VERSION)
         layers, shared = json.loads(metadata["layers"]), json.loads(metadata["shared"])
         whole = state | {name: state[source] for name, source in shared.items()}
         built = {name: _build(model, name, spec, whole) for name, spec in layers.items()}
-    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(f"path {path.name!r} is damaged or of another model ({reason})") from error
     _check_rest(model, layers, state, shared, path.name)
     for name, layer in built.items():
         replace_module(model, model.get_submodule(name), layer)
@@ -115,6 +97,66 @@ def load_quantized(model: M, path: str | os.PathLike[str]) -> M:
     for name, source in shared.items():
         _set(model, name, _get(model, source))
     return model
+
+
+# ---- files with a header of ours, whatever they hold
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], **header: str) -> None:
+    """Write contiguous tensors with a header to a safetensors file, whole or not at all.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such folder.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path {str(path)!r} is in no folder that there is")
+    fresh = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, fresh, metadata=header)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def read(
+    path: Path, writer: str, device: torch.device, **header: str
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the header of a file that `write` wrote.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no file; it names the function that writes one.
+    ValueError
+        If the file's header says other than this one where both say something.
+    """
+    from safetensors import safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"path {str(path)!r} is no file; {writer} writes one")
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        if any(metadata.get(key) != value for key, value in header.items()):
+            found = " ".join(str(metadata.get(key, f"no {key}")) for key in header)
+            raise ValueError(f"path {path.name!r} has {found}; {' '.join(header.values())} is needed")
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file, or one for another model, leads to into one ValueError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(f"path {path.name!r} is damaged or of another model ({reason})") from error
 
 
 def _describe(module: QuantizedLinear | QuantizedEmbedding) -> dict[str, Any]:

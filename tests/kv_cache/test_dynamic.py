@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from cache_cases import CONFIGURATIONS
+from cache_cases import CONFIGURATIONS, SMALL
+from transformers import LlamaConfig, Qwen3NextConfig
 
-from course_lib.kv_cache import DynamicCache
+from course_lib.kv_cache import DynamicCache, PagedCache
 
 
 def tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,3 +57,37 @@ def test_what_was_begun_in_inference_mode_goes_on_outside(first):
         cache.update(*begun, 0)
     new = tokens(1)
     assert torch.equal(cache.update(*new, 0)[0], torch.cat((begun[0], new[0]), 2))
+
+
+def test_a_file_that_is_missing_damaged_or_of_something_else_is_one_clear_error(tmp_path):
+    llama, path = CONFIGURATIONS["llama"](), tmp_path / "cache"
+    with pytest.raises(FileNotFoundError, match=r"path '.*cache' is no file; save\(\) of a cache writes one"):
+        DynamicCache.load(path, llama)
+    cache = DynamicCache(llama)
+    for layer in range(len(cache.layers)):
+        cache.update(*tokens(9), layer)
+    cache.save(path)
+    with pytest.raises(
+        ValueError, match=r"path 'cache' has course_lib.kv_cache 1 DynamicCache; .* PagedCache is needed"
+    ):
+        PagedCache.load(path, llama)
+    with pytest.raises(ValueError, match="path 'cache' has 3 layers and the model 30"):
+        DynamicCache.load(path, LlamaConfig(num_hidden_layers=30))
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:7], whole[:100], whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="path 'cache' is damaged or of another model"):
+            DynamicCache.load(path, llama)
+    with pytest.raises(FileNotFoundError, match="nowhere/cache' is in no folder"):
+        cache.save(tmp_path / "nowhere" / "cache")
+    assert [one.name for one in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_layer_that_keeps_a_state_is_not_saved_in_part(tmp_path):
+    types = ["linear_attention", "full_attention", "full_attention"]
+    cache = DynamicCache(Qwen3NextConfig(**SMALL, layer_types=types))
+    with pytest.raises(
+        ValueError, match="layer 0 is a LinearAttentionLayer of Transformers, which this file cannot hold"
+    ):
+        cache.save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
