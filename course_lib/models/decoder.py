@@ -67,7 +67,11 @@ class DecoderOutput(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where the tokens of one forward pass stand, worked out once for all layers."""
+    """Where the tokens of one forward pass stand, worked out once for all layers.
+
+    Where all coordinates of a head turn, `tables` holds cosines and signed sines for each, with an axis for heads; `turn` needs fewer
+    steps then.
+    """
 
     past: int
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None
@@ -77,10 +81,8 @@ class Placement(NamedTuple):
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """Return queries or keys ``[batch, heads, length, head_dim]`` turned as `apply_rope` does."""
-        if self.cos_sin is None:
-            return x
-        if self.tables is None or self.tables[0].shape[-1] != x.shape[-1]:
-            return apply_rope(x, *self.cos_sin)
+        if self.tables is None:
+            return x if self.cos_sin is None else apply_rope(x, *self.cos_sin)
         cos, sin = self.tables
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
@@ -304,10 +306,10 @@ class DecoderLM(nn.Module):
         cos_sin = slopes = mask = tables = None
         if self.config.position == "rope":
             cos_sin = cos, sin = rope_cos_sin(position_ids, *self._frequencies(past, position_ids))
-            # Twice, with the sign of each half, and with an axis for heads: what `Placement.turn` needs in all layers.
-            tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-            if position_ids.ndim == 2:
-                tables = tables[0][:, None], tables[1][:, None]
+            if 2 * cos.shape[-1] == self.config.head_dim:
+                tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+                if position_ids.ndim == 2:
+                    tables = tables[0][:, None], tables[1][:, None]
         elif self.config.position == "alibi":
             slopes = alibi_slopes(self.config.num_attention_heads).to(self.device)
         if attention_mask is not None and not attention_mask.all():

@@ -190,6 +190,17 @@ def test_a_cache_that_attends_itself_is_let(position, window):
         assert Attending.count == attended
 
 
+@torch.no_grad()
+def test_a_model_may_turn_a_part_of_each_head():
+    model, tokens = DecoderLM(DecoderConfig(**SMALL)).double().eval(), torch.randint(0, 100, (2, 9))
+    whole = model(tokens).logits
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    part, cache = model(tokens).logits, KVCache(model.config, GrowingLayer)
+    assert not torch.allclose(part, whole)
+    steps = [model(tokens[:, i : i + 1], cache=cache).logits for i in range(9)]
+    torch.testing.assert_close(torch.cat(steps, 1), part)
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
