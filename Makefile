@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ENVIRONMENT = $(PYTHON) book/scripts/environment.py
+# Two files of tests at a time, each on one core.
+SPREAD = OMP_NUM_THREADS=1
+TWO = --numprocesses 2 --dist loadfile
 
 .PHONY: help env model book test unit nbval lint compat lab notebooks compile bench gpu clean
 
@@ -28,16 +31,17 @@ lint: env
 
 unit: model
 	@echo "== unit tests, exercises and the built book"
-	@$(BIN)/pytest tests --quiet -m "not gpu" --durations=5
+	@$(SPREAD) $(BIN)/pytest tests --quiet -m "not gpu" $(TWO) --durations=5
 
 nbval: model
 	@echo "== every notebook, executed and compared"
-	@$(BIN)/pytest --quiet --nbval-lax --nbval-cell-timeout 600 notebooks
+	@$(BIN)/pytest --quiet --nbval-lax --nbval-cell-timeout 600 notebooks/*.ipynb
+	@$(BIN)/pytest --quiet --nbval-lax --nbval-cell-timeout 600 $(TWO) notebooks/exercises
 
 compat: ## the unit tests with the oldest supported versions, in an environment of their own
 	@$(ENVIRONMENT) .venv-compat dev --oldest
 	@.venv-compat/bin/course models fetch
-	@.venv-compat/bin/pytest tests --quiet -m "not gpu" --ignore=tests/book
+	@$(SPREAD) .venv-compat/bin/pytest tests --quiet -m "not gpu" --ignore=tests/book $(TWO)
 
 lab: model  ## open JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir notebooks

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from course_lib.memory import MemoryEstimate
+    from course_lib.memory import Advice, MemoryEstimate
 
 app = typer.Typer(
     help="LLM Inference, Measured: what a model needs, what this machine can run, and what the book has settled.",
@@ -80,9 +80,9 @@ def vram(
 def _with_options(message: str) -> str:
     """Name the options of the command line where the library names its arguments."""
     options = {"prompt_tokens": "--context", "batch_size": "--batch", "new_tokens": "--new-tokens"}
-    for argument, option in options.items():
-        message = re.sub(rf"\b{argument}\b", option, message)
-    return message
+    same = ("gpu", "context", "goal", "prefill_chunk", "prompts", "max_new_tokens", "concurrency", "timeout")
+    options |= {name: f"--{name.replace('_', '-')}" for name in same}
+    return re.sub(rf"\b({'|'.join(options)})\b", lambda found: options[found[0]], message)
 
 
 def _print_estimate(model: str, found: MemoryEstimate, cards: list[tuple[str, int]]) -> None:
@@ -112,6 +112,83 @@ def _print_estimate(model: str, found: MemoryEstimate, cards: list[tuple[str, in
     console.print(fits)
 
 
+@app.command("advise")
+def advise_command(
+    model: Annotated[str, typer.Argument(help="A shipped name, a config.json or its folder.")],
+    gpu: Annotated[str, typer.Option(help="The card, by name.")],
+    context: Annotated[int, typer.Option(help="Tokens of each sequence, prompt and output together.")],
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    goal: Annotated[str, typer.Option(help="memory, latency or throughput.")] = "memory",
+    new_tokens: Annotated[
+        int | None, typer.Option(help="How many of the context are generated; 256 by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of the weights; the configuration's own by default.")
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt that run at a time; all by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts.")] = False,
+) -> None:
+    """Say which rows of the guide's decision table apply, in which order, and what they bring."""
+    from dataclasses import asdict
+
+    from course_lib.memory import advise
+
+    wanted: dict[str, Any] = {"context": context, "batch_size": batch, "goal": goal, "new_tokens": new_tokens}
+    try:
+        found = advise(model, gpu=gpu, dtype=dtype, prefill_chunk=prefill_chunk, **wanted)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from None
+    if as_json:
+        print(json.dumps(asdict(found) | {"summary": found.summary}, indent=2))
+    else:
+        _print_advice(found)
+
+
+def _print_advice(found: Advice) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from course_lib.memory import bytes_to_giga_bytes
+    from course_lib.memory.scenario import duration
+
+    table = Table(
+        "row", "for", "use", "verdict", title=f"{escape(found.model)} on {found.card.name}: the guide's five rows"
+    )
+    for row in found.rows:
+        table.add_row(str(row.number), row.situation, escape(row.remedy), row.verdict, style="" if row.steps else "dim")
+    steps = Table(
+        "after", title="what it takes, each on top of those before", caption="times: the roofline's lower bounds"
+    )
+    for name in (
+        "GiB a card",
+        "fits",
+        "first token",
+        "a token",
+        *["sequences", "tokens/s"] * (found.goal == "throughput"),
+    ):
+        steps.add_column(name, justify="right")
+    for step in found.steps:
+        cells = [f"{bytes_to_giga_bytes(step.memory):,.2f}", "yes" if step.fits else "no"]
+        cells += [duration(step.first_seconds), duration(step.seconds)]
+        if step.sequences is not None:
+            cells += [f"{step.sequences:,}", f"{step.tokens_per_second:,.0f}"]
+        steps.add_row(step.name, *cells)
+    console = _console()
+    for part in (table, steps):
+        console.print(part)
+    console.print(found.summary, highlight=False, markup=False)
+    for row in found.rows:
+        console.print(f"\n{row.number}. {row.reason}", highlight=False, markup=False)
+        for step in row.what_if:
+            console.print(f"   {step.name}: {step.told}", highlight=False, markup=False)
+    for step in found.steps:
+        console.print(f"\n{step.name}:", highlight=False, markup=False, style="bold")
+        for line in step.arithmetic:
+            console.print(f"  {line}", highlight=False, markup=False)
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine can run, and why not the rest."""
@@ -125,6 +202,66 @@ def doctor() -> None:
     for finding in examine():
         table.add_row("[green]yes[/]" if finding.ok else "[yellow]no[/]", finding.what, escape(finding.detail))
     _console().print(table)
+
+
+@app.command()
+def endpoint(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, as http://localhost:8000.")],
+    model: Annotated[str, typer.Option(help="The name under which it serves the model.")],
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line; a few by default.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at most.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Prompts under way at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each piece of text.")] = 60.0,
+    compare: Annotated[bool, typer.Option(help="Whether our own batcher continues the same prompts.")] = True,
+    ours: Annotated[str, typer.Option(help="The model that it runs.")] = "smollm2-135m",
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts.")] = False,
+) -> None:
+    """Send prompts to a server, and compare its text and speed with ours. A key is read from COURSE_API_KEY."""
+    from course_lib.integrations.endpoint import PROMPTS, answer_ourselves, ask, report
+
+    lines = list(PROMPTS) if prompts is None else [line for line in prompts.read_text("utf-8").splitlines() if line]
+    sizes = {"max_new_tokens": max_new_tokens, "concurrency": concurrency}
+    try:
+        theirs = ask(url, model, lines, timeout=timeout, **sizes)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from None
+    own, where = answer_ourselves(ours, lines, **sizes) if compare else (None, None)
+    found = report(theirs, own)
+    if as_json:
+        print(json.dumps({"url": url, "model": model, **sizes, "our_model": ours, "where": where, **found}, indent=2))
+    else:
+        _print_answers(found, f"{model} at {url}", f"{ours}, {where}")
+
+
+def _print_answers(found: dict[str, Any], theirs: str, ours: str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    def milliseconds(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+    speeds = Table("", title="how fast", caption="medians of all prompts; ours without a network")
+    for column in ("first token, ms", "each more, ms", "tokens/s"):
+        speeds.add_column(column, justify="right")
+    for name, key in ((theirs, "endpoint"), (ours, "ours")):
+        if key in found:
+            one = found[key]
+            times = (one["median_first_token_seconds"], one["median_seconds_per_token"])
+            speeds.add_row(escape(name), *map(milliseconds, times), f"{one['tokens_per_second']:.1f}")
+    texts = Table("prompt", "its text", title="what it wrote")
+    agreement = found.get("agreement")
+    if agreement is not None:
+        texts.add_column("ours")
+    for row, answer in enumerate(found["endpoint"]["answers"]):
+        cells = [answer["prompt"], answer["text"]]
+        if agreement is not None:
+            place = agreement[row]
+            other = found["ours"]["answers"][row]["text"]
+            cells.append("the same" if place is None else f"after {place} characters: {other[place : place + 40]}")
+        texts.add_row(*(escape(cell.strip()) for cell in cells))
+    console = _console()
+    console.print(speeds)
+    console.print(texts)
 
 
 @models_app.command("fetch")
@@ -143,7 +280,8 @@ def models_fetch(
 @app.command()
 def train(
     name: Annotated[
-        str | None, typer.Argument(help="rope, alibi, sinusoidal, learned, none or native; all by default.")
+        str | None,
+        typer.Argument(help="rope, alibi, sinusoidal, learned, none, gqa, mqa, native or uptraining; all by default."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of weights and texts; by default those of the shipped logs.")
@@ -151,9 +289,9 @@ def train(
     to: Annotated[Path, typer.Option(help="Folder for the log and, for seed 0, the weights.")] = Path("trained"),
 ) -> None:
     """Train the course's own checkpoints anew, on from where an earlier call was stopped."""
-    from course_lib.training import CONFIGS, SEEDS, make_checkpoint
+    from course_lib.training import SEEDS, make_checkpoint
 
-    for one in CONFIGS if name is None else [name]:
+    for one in SEEDS if name is None else [name]:
         for number in SEEDS.get(one, (0,)) if seed is None else [seed]:
             print(make_checkpoint(one, number, to), flush=True)
 

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
+from course_lib.memory import advise
 from course_lib.memory.config import PUBLISHED_DIR as PUBLISHED
 
 #: Puts the command line's interpreter where torch and transformers are not installed.
@@ -57,9 +59,27 @@ def test_json_adds_up_and_answers_for_one_card():
     assert found["fits"] == {"T4": False}
 
 
+def test_advice_names_rows_steps_and_arithmetic_without_torch():
+    done = course("advise", "octocoder", "--gpu", "A100-40GB", "--context", "16000", prelude=WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    for text in ("flash attention", "8-bit weights (int8)", "12.28", "327,680,000 bytes", "8,192", "lower bounds"):
+        assert text in done.stdout
+
+
+def test_advice_as_json_is_the_librarys():
+    options = ("--gpu", "L4", "--context", "4096", "--batch", "8", "--goal", "throughput", "--json")
+    found = json.loads(course("advise", "llama-2-7b", *options).stdout)
+    advice = advise("llama-2-7b", gpu="L4", context=4096, batch_size=8, goal="throughput")
+    assert found == json.loads(json.dumps(asdict(advice) | {"summary": advice.summary}))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["advise", "octocoder", "--gpu", "A100", "--context", "9"], ["--gpu", "A100 40GB"]),
+        (["advise", "octocoder", "--gpu", "T4", "--context", "1"], ["--context", "at least 2"]),
+        (["advise", "octocoder", "--gpu", "T4", "--context", "9", "--goal", "fun"], ["--goal", "latency", "fun"]),
+        (["advise", "octocoder", "--gpu", "T4"], ["--context"]),
         (["vram", "nonsense"], ["nonsense", "octocoder"]),
         (["vram", "octocoder", "--context", "-1"], ["--context", "-1"]),
         (["vram", "m/[/foo]"], ["m/[/foo]"]),

@@ -124,7 +124,7 @@ def generate(
     object with the tokens it has taken by then.
     """
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    batch, length = _check(input_ids, attention_mask, max_new_tokens)
+    batch, length = check_prompts(input_ids, attention_mask, max_new_tokens)
     ends = _ends(eos_token_id, input_ids.device)
     if check_stop(stop) and tokenizer is None:
         raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
@@ -276,7 +276,14 @@ def _whole_text(stream: TextStream) -> str:
     return stream.text
 
 
-def _check(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int) -> tuple[int, int]:
+def check_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int) -> tuple[int, int]:
+    """Return batch and length of prompts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are no integers ``[batch, length]``, if there is nothing to do, or if the mask hides more than a prompt's beginning.
+    """
     if not isinstance(input_ids, torch.Tensor):
         raise TypeError(
             f"input_ids is of type {type(input_ids).__name__}; a tensor of integers [batch, length] is needed"

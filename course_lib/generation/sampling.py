@@ -91,6 +91,34 @@ def choose_tokens(
         logits = _penalised(logits.float(), previous, repetition_penalty)
     if temperature == 0:
         return logits.argmax(dim=-1)
+    chances = token_chances(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return torch.multinomial(chances, 1, generator=generator)[:, 0]
+
+
+def token_chances(
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> torch.Tensor:
+    """Return the chances with which `choose_tokens` draws each token.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[batch, vocab_size]``, any floating dtype.
+    temperature : float
+        Above 0.
+    top_k, top_p, min_p
+        As for :func:`choose_tokens`.
+
+    Returns
+    -------
+    Tensor
+        float32, ``[batch, vocab_size]``; a row sums to 1.
+    """
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         last = logits.topk(top_k, dim=-1).values[:, -1:]
@@ -103,7 +131,8 @@ def choose_tokens(
     chances = logits.softmax(dim=-1)
     if min_p:
         chances = chances.masked_fill(chances < min_p * chances.amax(dim=-1, keepdim=True), 0.0)
-    return torch.multinomial(chances, 1, generator=generator)[:, 0]
+        chances = chances / chances.sum(dim=-1, keepdim=True)
+    return chances
 
 
 def _penalised(logits: torch.Tensor, previous: torch.Tensor, penalty: float) -> torch.Tensor:

@@ -47,6 +47,8 @@ class Cached(NamedTuple):
         Kept in float32 whatever the cache's data type.
     attention : bool
         Keys and values, which a quantised cache converts; other tensors stay as they are.
+    products : int
+        Multiplications of one query token, all query heads together, with one cached token that it sees: scores and output.
     """
 
     per_token: int = 0
@@ -54,6 +56,7 @@ class Cached(NamedTuple):
     fixed: int = 0
     float32: bool = False
     attention: bool = True
+    products: int = 0
 
     def elements(self, sequence_length: int) -> int:
         """Elements held after `sequence_length` tokens of one sequence."""

@@ -164,7 +164,7 @@ def attention(f: Family, c: Fields, d: Dims, i: int) -> Part:
         part = linear(d.hidden, d.q + 2 * d.kv, bias)
     else:
         part = linear(d.hidden, d.q, bias) + linear(d.hidden, d.kv, key_bias) + linear(d.hidden, d.kv, bias)
-    part += linear(d.q, d.hidden, flag(c, f.out_bias)) + cached(2 * d.kv, window(f, c, d, i))
+    part += linear(d.q, d.hidden, flag(c, f.out_bias)) + cached(2 * d.kv, window(f, c, d, i), products=2 * d.q)
     if f.qk_norm and flag(c, f.qk_norm_if):
         widths = {"head": (d.head_dim, d.head_dim), "heads": (d.q, d.kv), "width": (d.q, d.kv)}[f.qk_norm]
         part += total(norm(f, width) for width in widths)

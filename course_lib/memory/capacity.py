@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from course_lib.memory.cards import Card, cards
+from course_lib.memory.cards import Card, find_card
 from course_lib.memory.estimate import estimate
 from course_lib.memory.units import whole
 
@@ -31,7 +30,7 @@ def largest_context(
     model, batch_size, dtype, quantization, attention, kv_cache_dtype
         As for `estimate`.
     card : str, Card or int
-        A card's name, in any case (see `cards`), a card, or a number of bytes.
+        A card's name (see `find_card`), a card, or a number of bytes.
     prefill_chunk : int, optional
         The most tokens of a prompt that run at a time, which bounds the activations. By default the whole context may be a prompt
         that runs at once.
@@ -51,7 +50,7 @@ def largest_context(
     -----
     Chapter 09 (notebooks/09-cache-memory.ipynb) draws it. Like `estimate`, it leaves out what drivers and fragmentation take.
     """
-    available = _memory(card)
+    available = card_memory(card)
     chunk = NO_LIMIT if prefill_chunk is None else whole(prefill_chunk, "prefill_chunk", least=1)
 
     def fits(tokens: int) -> bool:
@@ -83,15 +82,10 @@ def largest_context(
     return held
 
 
-def _memory(card: str | int | Card) -> int:
+def card_memory(card: str | int | Card) -> int:
+    """Return the bytes of a card, of a card's name, or the number that is given."""
     if isinstance(card, Card):
         return card.memory_bytes
     if not isinstance(card, str):
         return whole(card, "card", least=1)
-    known = {one.name.lower(): one for one in cards()}
-    if card.lower() not in known:
-        close = [known[name].name for name in difflib.get_close_matches(card.lower(), known, n=3, cutoff=0.4)]
-        raise ValueError(
-            f"card must be a number of bytes or one of {', '.join(close or [one.name for one in cards()])}, ..., got {card!r}"
-        )
-    return known[card.lower()].memory_bytes
+    return find_card(card, "card, a number of bytes or a name,").memory_bytes

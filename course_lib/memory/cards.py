@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from course_lib.memory.units import shown
+
 _TABLE = Path(__file__).with_name("cards.json")
+_MAKERS = re.compile(r"nvidia|amd|tesla|geforce|instinct|rtx")
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,41 @@ def cards() -> list[Card]:
     Used in chapter 01 (notebooks/01-memory.ipynb).
     """
     return list(_cards())
+
+
+def find_card(name: str, argument: str = "card") -> Card:
+    """Return the card of a name, however it is written: "A100 40GB", "a100-40gb", "NVIDIA A100-SXM4-40GB".
+
+    Parameters
+    ----------
+    name : str
+        A name of `cards`, in any case; the maker's name, hyphens and spaces do not matter, nor does the form ("SXM4", "PCIe")
+        of a card that is listed in one.
+    argument : str
+        The argument to name in an error.
+
+    Returns
+    -------
+    Card
+
+    Raises
+    ------
+    ValueError
+        If no card has the name or several have; close ones are listed.
+    """
+    wanted = _plain(name)
+    for asked in (wanted, re.sub("sxm|pcie", "", wanted)):
+        found = [card for card in _cards() if asked and _plain(card.name) == asked]
+        if found:
+            return found[0]
+    known = {card.name.lower(): card.name for card in _cards()}
+    close = sorted(card.name for card in _cards() if wanted and _plain(card.name).startswith(wanted))
+    close = close or [known[one] for one in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)]
+    raise ValueError(f"{argument} must be one of {', '.join(close or known.values())}, ..., got {shown(name)}")
+
+
+def _plain(name: str) -> str:
+    """A card's name with nothing in it that differs from one way of writing it to another."""
+    text = _MAKERS.sub("", re.sub(r"[\W_]", "", re.sub(r"sxm\d", "sxm", name.lower())))
+    form = re.search("sxm|pcie", text)
+    return text.replace(form[0], "") + form[0] if form else text

@@ -87,6 +87,11 @@ class Model:
         self._given = resolve(model)
         self.fields, self._part = _locate(self._given)
 
+    @classmethod
+    def of(cls, model: Any) -> Model:
+        """Return a model that was read already, or read it."""
+        return model if isinstance(model, Model) else cls(model)
+
     @property
     def text(self) -> Fields:
         """The language model's fields, also where the real class that was counted is more than that."""
@@ -99,6 +104,11 @@ class Model:
                 # Asking a configuration object for the old name of its data type logs a warning.
                 if fields and (fields.is_mapping or name != "torch_dtype") and fields.get(name) is not None:
                     yield name, fields.get(name)
+
+    @property
+    def part(self) -> Part | None:
+        """The formula's sum of parts; None where the real class is counted."""
+        return self._part
 
     @property
     def method(self) -> Literal["closed form", "meta device"]:
@@ -278,4 +288,4 @@ def kv_cache_bytes(model: Any, sequence_length: int, batch_size: int = 1, dtype:
     The formula ``2 * layers * kv_heads * head_dim`` values per token is derived in chapter 01
     (notebooks/01-memory.ipynb); chapter 09 shows where it fails.
     """
-    return Model(model).cache_bytes(sequence_length, batch_size, dtype)
+    return Model.of(model).cache_bytes(sequence_length, batch_size, dtype)

@@ -106,8 +106,8 @@ def _choice(value: str | None, argument: str, accepted: tuple[str, ...]) -> str 
     return value
 
 
-def _stored(weights: dict[Weight, int], dtype: str, quantization: str | None) -> tuple[int, int]:
-    """Bytes of the weights and of their constants; only linear matrices are quantised."""
+def stored_bytes(weights: dict[Weight, int], dtype: str, quantization: str | None) -> tuple[int, int]:
+    """Return the bytes of weights and of their constants; only linear matrices are quantised."""
     quantised = {w: n for w, n in weights.items() if quantization and w.kind == "linear"}
     rest = sum(w.size * n for w, n in weights.items() if w not in quantised)
     if not quantised or not quantization:
@@ -130,8 +130,23 @@ def _stored(weights: dict[Weight, int], dtype: str, quantization: str | None) ->
     return stored, constants
 
 
+def query_heads(c: Fields) -> int | None:
+    """Query heads of the widest layer, or None where the configuration has no such field."""
+    return _first(c, _HEADS)
+
+
 def _first(c: Fields, names: tuple[str, ...]) -> int | None:
     return next((number for name in names if (number := c.largest(name)) is not None), None)
+
+
+def layer_widths(model: Model) -> tuple[int, int]:
+    """Channels of the residual stream, and the values that a layer keeps for a token beside two such streams."""
+    hidden = _first(model.text, _HIDDEN) or 0
+    width = 3 * max((w.columns for w in model.weights if w.kind == "linear"), default=hidden)
+    expert = max((w.columns for w in model.weights if w.kind == "experts"), default=0)
+    if expert:
+        width = max(width, active_experts(model.text) * (3 * expert + 2 * hidden))
+    return hidden, width
 
 
 def _activations(model: Model, dtype: str, batch: int, tokens: int, attention: str) -> int:
@@ -139,14 +154,11 @@ def _activations(model: Model, dtype: str, batch: int, tokens: int, attention: s
     if not tokens:
         return 0
     size = DTYPE_BITS[dtype] // 8
-    vocab, hidden = _first(model.text, ("vocab_size",)) or 0, _first(model.text, _HIDDEN) or 0
-    width = 3 * max((w.columns for w in model.weights if w.kind == "linear"), default=hidden)
-    expert = max((w.columns for w in model.weights if w.kind == "experts"), default=0)
-    if expert:
-        width = max(width, active_experts(model.text) * (3 * expert + 2 * hidden))
+    vocab = _first(model.text, ("vocab_size",)) or 0
+    hidden, width = layer_widths(model)
     layer = batch * tokens * (2 * hidden + width) * size
     if attention == "eager" and model.has_attention:
-        heads = _first(model.text, _HEADS)
+        heads = query_heads(model.text)
         if heads is None:
             raise ValueError(
                 f"{model.fields.label}: attention='eager' needs a number of heads, and the configuration has none"
@@ -232,20 +244,15 @@ def estimate(
     and newer versions multiply small inputs without any. bfloat16 to int2 have what dequantising the largest matrix takes
     `course_lib.quantization.QuantizedLinear`, which needs less where it multiplies few rows by the codes themselves.
     """
-    _choice(quantization, "quantization", QUANTIZATIONS)
     if _choice(attention, "attention", ATTENTIONS) is None:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got None")
     batch = whole(batch_size, "batch_size", least=1)
     prompt, new = whole(prompt_tokens, "prompt_tokens"), whole(new_tokens, "new_tokens")
-    if dtype is not None:
-        dtype_name(dtype, accepted=WEIGHT_DTYPES)
     if kv_cache_dtype is not None:
         dtype_name(kv_cache_dtype, argument="kv_cache_dtype", accepted=CACHE_DTYPES)
-    counted = Model(model)
-    name = dtype_name(dtype) if dtype is not None else _own_dtype(counted)
-    if dtype is None and quantization is None:
-        quantization = _own_quantization(counted)
-    stored, constants = _stored(counted.weights, name, quantization)
+    counted = Model.of(model)
+    name, quantization = own_storage(counted, dtype, quantization)
+    stored, constants = stored_bytes(counted.weights, name, quantization)
     tokens = max(prompt, 1 if new else 0)
     return MemoryEstimate(
         weights=stored,
@@ -255,6 +262,14 @@ def estimate(
         workspace=_workspace(counted, quantization, batch * tokens),
         method=counted.method,
     )
+
+
+def own_storage(model: Model, dtype: Any, quantization: str | None) -> tuple[str, str | None]:
+    """Data type and scheme of the weights: those asked for, else what the configuration says of its checkpoint."""
+    _choice(quantization, "quantization", QUANTIZATIONS)
+    if dtype is not None:
+        return dtype_name(dtype, accepted=WEIGHT_DTYPES), quantization
+    return _own_dtype(model), quantization or _own_quantization(model)
 
 
 def _own_dtype(model: Model) -> str:

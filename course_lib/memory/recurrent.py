@@ -22,7 +22,10 @@ def latent_attention(f: Family, c: Fields, d: Dims, i: int) -> Part:
         part = linear(d.hidden, query_width)
     part += linear(d.hidden, rank + rope, bias) + vector(rank) + linear(rank, d.heads * (nope + value))
     c.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
-    return part + linear(d.heads * value, d.hidden, bias) + cached(rank + rope, window(f, c, d, i))
+    # With the expansion to keys and values absorbed into queries and output: scores by the whole vector, output by its latent part.
+    products = d.heads * (rank + rope + rank)
+    kept = cached(rank + rope, window(f, c, d, i), products=products)
+    return part + linear(d.heads * value, d.hidden, bias) + kept
 
 
 def indexed_latent_attention(f: Family, c: Fields, d: Dims, i: int) -> Part:
@@ -30,7 +33,7 @@ def indexed_latent_attention(f: Family, c: Fields, d: Dims, i: int) -> Part:
     heads, width, query_rank = c.whole("index_n_heads"), c.whole("index_head_dim"), c.whole("q_lora_rank")
     c.ignore("index_topk")
     part = latent_attention(f, c, d, i) + linear(query_rank, heads * width) + linear(d.hidden, width)
-    return part + vector(2 * width) + linear(d.hidden, heads) + cached(width, attention=False)
+    return part + vector(2 * width) + linear(d.hidden, heads) + cached(width, attention=False, products=heads * width)
 
 
 def _state(conv: int, recurrent: int) -> Part:

@@ -86,7 +86,8 @@ def shown(value: Any) -> str:
         text = " ".join(repr(value).split())
     except ValueError:  # Python writes no integer of more than some thousand digits
         return "a longer number"
-    return text if len(text) <= 80 else f"{text[:60]}..."
+    # Both ends, for a path says most at its end.
+    return text if len(text) <= 80 else f"{text[:45]}...{text[-25:]}"
 
 
 def weight_bytes(num_parameters: int, dtype: Any) -> int:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from course_lib.models.byte_tokenizer import ByteTokenizer
+    from course_lib.models.conversion import mha_to_gqa
     from course_lib.models.decoder import DecoderConfig, DecoderLM
+    from course_lib.models.tracing import Step, Trace, trace
     from course_lib.models.wheels import ModelUnavailableError, cache_dir
     from course_lib.models.zoo import cached, fetch, load
 
@@ -17,10 +19,14 @@ _PLACES = {
     "DecoderConfig": "decoder",
     "DecoderLM": "decoder",
     "ModelUnavailableError": "wheels",
+    "Step": "tracing",
+    "Trace": "tracing",
     "cache_dir": "wheels",
     "cached": "zoo",
     "fetch": "zoo",
     "load": "zoo",
+    "mha_to_gqa": "conversion",
+    "trace": "tracing",
 }
 
 __all__ = [
@@ -28,10 +34,14 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "ModelUnavailableError",
+    "Step",
+    "Trace",
     "cache_dir",
     "cached",
     "fetch",
     "load",
+    "mha_to_gqa",
+    "trace",
 ]
 
 

@@ -38,7 +38,8 @@ class DecoderConfig(LlamaConfig):  # type: ignore[misc]
     sliding_window : int, optional
         Keys that a query sees, itself included; all by default.
     qkv_bias, qk_norm : bool
-        Whether projections of queries, keys and values add a bias (Qwen2), and whether queries and keys are normalised (Qwen3).
+        Whether projections of queries, keys and values add a bias (Qwen2, and Llama with ``attention_bias``), and whether queries and
+        keys are normalised (Qwen3).
     """
 
     model_type = "course_decoder"
@@ -50,6 +51,7 @@ class DecoderConfig(LlamaConfig):  # type: ignore[misc]
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        self.qkv_bias = self.qkv_bias or self.attention_bias
         if self.position not in POSITIONS:
             raise ValueError(f"position is {self.position!r}; accepted are {', '.join(POSITIONS)}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -107,10 +109,9 @@ class SelfAttention(nn.Module):
         self.head_dim: int = config.head_dim
         self.rules = Rules(self.head_dim**-0.5, causal=True, sliding_window=self.window)
         queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-        bias = config.qkv_bias or config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
@@ -257,7 +258,7 @@ class DecoderLM(nn.Module):
         cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
     ) -> DecoderOutput:
         """Return the logits of the next token after each token.
 
@@ -271,8 +272,8 @@ class DecoderLM(nn.Module):
             ``[batch, past + length]``, 0 or False where a token is padding.
         position_ids : Tensor, optional
             ``[batch, length]`` or ``[length]``; by default tokens are counted, padding left out.
-        logits_to_keep : int
-            How many last positions to compute logits for; 0 for all.
+        logits_to_keep : int or Tensor
+            How many last positions to compute logits for, 0 for all; or which, int64 ``[positions]``.
 
         Raises
         ------
@@ -299,7 +300,8 @@ class DecoderLM(nn.Module):
         place = self._place(past, position_ids, attention_mask)
         for layer in self.layers:
             hidden = layer(hidden, place, cache)
-        return DecoderOutput(product(self.norm(hidden[:, -logits_to_keep:]), self.lm_head)[0], cache)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return DecoderOutput(product(self.norm(hidden[:, kept]), self.lm_head)[0], cache)
 
     def _place(self, past: int, position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Placement:
         """Work out what all layers share: angles or slopes, and the mask of padding where there is padding."""
@@ -404,7 +406,7 @@ class DecoderLM(nn.Module):
         config = DecoderConfig(**{name: value for name, value in theirs.to_dict().items() if name in known})
         windowed = theirs.model_type == "mistral" or layers == {"sliding_attention"}
         config.sliding_window = getattr(theirs, "sliding_window", None) if windowed else None
-        config.qkv_bias = theirs.model_type == "qwen2"
+        config.qkv_bias |= theirs.model_type == "qwen2"
         config.qk_norm = theirs.model_type == "qwen3"
         with torch.device("meta"):
             decoder = cls(config)

@@ -1,8 +1,11 @@
-"""Products of a single token with float32 weights on a CPU, and the order of weights in memory that makes them fast.
+"""Products of few tokens with float32 weights on a CPU, and the order of weights in memory that makes them fast.
 
 A token uses each weight once, so reading them takes the time. PyTorch multiplies a single row on one core, and half as fast if the
 weights lie output by output. Here most lie input by input, those with the same inputs side by side, and a product is cut into parts
 that all cores share. Only strides tell of it: shapes, values and sharing of the parameters are as they were.
+
+For some rows more, PyTorch copies all weights into an order of its own first. Parts that fit into a core's cache it multiplies as they
+lie.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from course_lib.quantization.linear import together
+
+#: The most rows that are multiplied in parts, beyond which PyTorch's own way is as fast, and the most outputs of a part.
+FEW_ROWS, WIDEST = 128, 192
 
 
 def lay_out(*layers: nn.Module) -> None:
@@ -49,23 +56,20 @@ def product(inputs: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...
 
     Notes
     -----
-    Only a single row, without gradients, is multiplied in parts; for more, PyTorch's product uses all cores itself.
+    Only products of which no gradient is asked are changed.
     """
-    if is_single(inputs):
-        plan = _plan(layers)
-        if plan is not None and plan.weight is not None:
-            return plan.product(inputs, plan.weight, layers)
+    if _planned(inputs):
+        rows = inputs.numel() // inputs.shape[-1]
+        if 0 < rows <= FEW_ROWS or len(layers) > 1:
+            plan = _plan(layers)
+            if plan is not None and plan.weight is not None:
+                return plan.product(inputs, rows, layers)
     return together(inputs, *layers) if len(layers) > 1 else (layers[0](inputs),)
 
 
 def is_single(hidden: torch.Tensor) -> bool:
     """Tell whether this is one token ``[1, 1, width]`` in float32 on a CPU, of which no gradient is asked."""
-    return (
-        hidden.shape[:-1] == (1, 1)
-        and _fits(hidden)
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    return hidden.shape[:-1] == (1, 1) and _planned(hidden)
 
 
 def forget_plans(model: nn.Module) -> None:
@@ -82,8 +86,12 @@ class _Plan:
     places, threads
         What it was made for: each weight's address, and the number of cores.
     weight : Tensor or None
-        ``[parts, in_features, out_features]``, a view of the layers' own, if they lie as one. Each part takes a share of the inputs,
-        and results are added, or it makes a share of the outputs.
+        ``[out_features, in_features]``, a view of the layers' own, if they lie as one.
+    single : Tensor
+        The same for a single row, ``[parts, in_features, out_features]``. Each part takes a share of the inputs, and results are
+        added, or it makes a share of the outputs.
+    few : Tensor or None
+        For few rows, in parts that make a share of the outputs each; None where their number has no divisor of that size.
     """
 
     def __init__(self, layers: tuple[Any, ...], places: list[int]) -> None:
@@ -99,24 +107,35 @@ class _Plan:
                 return
             before += layer.out_features
         self.shared = outer == 1 and (len(layers) == 1 or inner >= outputs)
+        if not self.shared and (inner != 1 or len(layers) > 1):
+            return
+        self.weight = first.as_strided((outputs, width), (outer, inner))
         # As many parts as there are cores, if they divide the size.
         size = width if self.shared else outputs
         parts = next(n for n in range(self.threads, 0, -1) if size % n == 0)
         if self.shared:
-            share = width // parts
-            self.weight = first.as_strided((parts, share, outputs), (share * inner, inner, 1))
-        elif inner == 1 and len(layers) == 1:
-            share = outputs // parts
-            self.weight = first.as_strided((parts, width, share), (share * outer, 1, outer))
-
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Multiply ``[1, 1, in_features]``."""
-        parts = len(weight)
-        if self.shared:
-            found = torch.bmm(inputs.view(parts, 1, -1), weight)
-            found = found.sum(0, keepdim=True) if parts > 1 else found
+            self.single = self.weight.t().unflatten(0, (parts, -1))
         else:
-            found = torch.bmm(inputs.expand(parts, 1, -1), weight).view(1, 1, -1)
+            self.single = self.weight.unflatten(0, (parts, -1)).transpose(1, 2)
+        shares = [n for n in range(WIDEST, 63, -16) if outputs % n == 0] if torch.backends.mkl.is_available() else []  # type: ignore[no-untyped-call]
+        share = next((n for n in shares if outputs // n % self.threads == 0), next(iter(shares), None))
+        self.few = None if share is None else self.weight.unflatten(0, (-1, share)).transpose(1, 2)
+
+    def product(self, inputs: torch.Tensor, rows: int, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Multiply ``[..., in_features]``, so many rows."""
+        assert self.weight is not None
+        if inputs.shape[:-1] == (1, 1):
+            parts = len(self.single)
+            if self.shared:
+                found = torch.bmm(inputs.view(parts, 1, -1), self.single)
+                found = found.sum(0, keepdim=True) if parts > 1 else found
+            else:
+                found = torch.bmm(inputs.expand(parts, 1, -1), self.single).view(1, 1, -1)
+        elif self.few is not None and 0 < rows <= FEW_ROWS:
+            parted = torch.bmm(inputs.reshape(1, rows, -1).expand(len(self.few), -1, -1), self.few)
+            found = parted.transpose(0, 1).reshape(*inputs.shape[:-1], -1)
+        else:
+            found = functional.linear(inputs, self.weight)
         outputs = found.split_with_sizes(self.sizes, -1) if len(layers) > 1 else (found,)
         if not self.biased:
             return outputs
@@ -127,6 +146,10 @@ class _Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
+
+
+def _planned(inputs: torch.Tensor) -> bool:
+    return _fits(inputs) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _fits(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import docutils_namespace
 
 from course_lib import claims
+from course_lib.memory import advise
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = """
@@ -267,6 +268,35 @@ def test_cells_say_what_they_are_where_a_phone_shows_no_columns(mini):
     assert mini.build() == ""
     cells = [cell.get_text().strip() for cell in mini.page("book/compiled").find("details").find_all("td")]
     assert cells[:3] == ["of halves", "Registers: 168", "Spills: 0"]
+
+
+def test_advice_is_computed_with_its_arithmetic(mini):
+    options = ":gpu: A100-40GB\n:context: 16000\n:goal: throughput\n:prefill-chunk: 512"
+    (mini.root / "book" / "status.md").write_text(f"# Guide\n\n```{{course-advice}} octocoder\n{options}\n```\n")
+    assert mini.build() == ""
+    page = mini.page("book/status")
+    found = advise("octocoder", gpu="A100 40GB", context=16_000, goal="throughput", prefill_chunk=512)
+    command = "course advise octocoder --gpu A100-40GB --context 16000 --goal throughput --prefill-chunk 512"
+    for told in (command, found.summary, *(row.reason for row in found.rows)):
+        assert told in page.get_text().replace("’", "'")  # the book sets quotes as printers do
+    names = [row.find("td").get_text().strip() for row in page.find("table").find_all("tr")[1:]]
+    assert names == [step.name for step in found.steps]
+    assert f"{found.result.sequences:,}" in page.find("table").get_text()
+    arithmetic = page.find_all("details")[-1].get_text()
+    assert all(line in arithmetic for step in found.steps for line in step.arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("octopus", ":gpu: T4\n:context: 100", "neither a published name"),
+        ("octocoder", ":gpu: abacus\n:context: 100", "gpu must be one of"),
+        ("octocoder", ":gpu: T4", "context"),
+    ],
+)
+def test_advice_that_cannot_be_given_fails_the_build(mini, model, options, message):
+    (mini.root / "book" / "status.md").write_text(f"# Guide\n\n```{{course-advice}} {model}\n{options}\n```\n")
+    assert message in mini.build()
 
 
 def test_page_is_rebuilt_when_the_compile_report_changes(mini):

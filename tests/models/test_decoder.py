@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from course_lib.attention import attention
+from course_lib.kv_cache import DynamicCache as GrowingCache
 from course_lib.kv_cache import KVCache
 from course_lib.kv_cache.dynamic import GrowingLayer
+from course_lib.memory import count_parameters, kv_cache_bytes
 from course_lib.models import load
 from course_lib.models.decoder import POSITIONS, DecoderConfig, DecoderLM
 
@@ -279,3 +281,19 @@ def test_a_model_of_another_kind_is_not_converted():
     relu = LlamaForCausalLM(LlamaConfig(**SMALL, hidden_act="relu"))
     with pytest.raises(ValueError, match="model has hidden_act 'relu'; 'silu' is needed"):
         DecoderLM.from_transformers(relu)
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi", "learned"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"qkv_bias": True}, {"attention_bias": True, "mlp_bias": True}, {"qk_norm": True}]
+)
+def test_the_estimator_counts_a_decoder_by_its_configuration(position, tied, options):
+    config = DecoderConfig(**SMALL | options, position=position, tie_word_embeddings=tied, sliding_window=6)
+    model = DecoderLM(config).eval()
+    assert count_parameters(config) == sum(weight.numel() for weight in model.parameters())
+    assert count_parameters(config.to_dict()) == count_parameters(config)
+    cache = GrowingCache(config)
+    model(torch.randint(SMALL["vocab_size"], (2, 5)), cache=cache)
+    assert cache.used_nbytes == kv_cache_bytes(config, 5, 2, "float32")
+    assert kv_cache_bytes(config, 50, 2, "float32") == kv_cache_bytes(config, 5, 2, "float32")

@@ -82,6 +82,31 @@ def test_a_single_token_takes_one_product_for_layers_with_the_same_inputs(models
         assert fast(torch.tensor([[1]])).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("sizes", [(192, 96, 96), (100, 30), (384,), (40,)])
+@pytest.mark.parametrize("rows", [0, 2, 24, layout.FEW_ROWS, layout.FEW_ROWS + 1])
+@torch.no_grad()
+def test_products_of_several_rows_are_those_of_each_layer(sizes, rows):
+    layers = [nn.Linear(80, size, bias=size != 384) for size in sizes]
+    for shape in ((rows, 80), (1, rows, 80), (2, rows, 80)):
+        inputs = torch.randn(shape)
+        expected = [layer(inputs) for layer in layers]
+        lay_out(*layers)
+        for found, right in zip(product(inputs, *layers), expected, strict=True):
+            assert found.shape == right.shape
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_few_rows_are_multiplied_once_for_layers_with_the_same_inputs(models, monkeypatch):
+    _, fast = models
+    calls, real = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *tensors: calls.append(tensors[0].shape) or real(*tensors))
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    fast(torch.randint(0, SIZES["vocab_size"], (1, 5)))
+    # Queries, keys and values; output; gates and values of the feed-forward network, and what follows; the head.
+    assert len(calls) == SIZES["num_hidden_layers"] * 4 + 1
+
+
 def test_training_goes_on_and_decoding_follows_it(models):
     plain, fast = models
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 8))

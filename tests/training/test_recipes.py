@@ -8,14 +8,16 @@ from statistics import mean
 import pytest
 import torch
 
-from course_lib.models import ModelUnavailableError, load
-from course_lib.models.checkpoints import FOLDER, names, read_checkpoint, training_log, write_checkpoint
+from course_lib.models import ModelUnavailableError, load, mha_to_gqa
+from course_lib.models.checkpoints import FOLDER, log_name, names, read_checkpoint, training_log, write_checkpoint
 from course_lib.training import (
     CONFIGS,
     LENGTHS,
     RECIPES,
     SCORED,
     SEEDS,
+    UPTRAINED,
+    UPTRAINING,
     Corpus,
     Recipe,
     build,
@@ -26,7 +28,8 @@ from course_lib.training import (
     train,
 )
 
-LOGS = [(name, seed) for name, seeds in SEEDS.items() for seed in seeds]
+LOGS = [(name, seed) for name, seeds in SEEDS.items() if name in CONFIGS for seed in seeds]
+SHIPPED = [*CONFIGS, *UPTRAINED]
 MEGABYTES = {"native": 10}
 
 
@@ -36,13 +39,13 @@ def corpus() -> Corpus:
 
 
 def test_every_recipe_has_its_weights_and_its_logs_and_nothing_else_is_shipped():
-    assert names() == sorted(CONFIGS)
-    logs = {f"{name}.json" if seed == 0 else f"{name}-seed{seed}.json" for name, seed in LOGS}
-    assert {file.name for file in FOLDER.iterdir()} == logs | {f"{name}.safetensors" for name in CONFIGS}
+    assert names() == sorted(SHIPPED)
+    logs = {log_name(name, seed) for name, seeds in SEEDS.items() for seed in seeds}
+    assert {file.name for file in FOLDER.iterdir()} == logs | {f"{name}.safetensors" for name in SHIPPED}
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 40e6
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_weights_are_small_enough_and_loadable_in_every_precision(name):
     assert (FOLDER / f"{name}.safetensors").stat().st_size <= 1e6 * MEGABYTES.get(name, 4)
     model, tokenizer = load(f"course/{name}", device="cpu")
@@ -81,6 +84,44 @@ def test_a_few_steps_of_the_recipe_land_on_the_logged_losses(name, corpus):
     model, recipe = build(name), RECIPES[name]
     losses = train(model, corpus, recipe, stop_after=4)
     assert losses == pytest.approx(training_log(name)["losses"][:4], rel=2e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS["uptraining"])
+def test_an_uptraining_log_has_every_way_to_group_and_a_control(seed):
+    log = training_log("uptraining", seed)
+    assert log["command"] == f"course train uptraining --seed {seed}"
+    found = {(run["kv_heads"], run["init"], run["recipe"]["steps"]) for run in log["runs"]}
+    ways = {(heads, init, 50) for heads in (2, 1) for init in ("mean", "first", "random")}
+    assert found == ways | {(4, None, 50)} | {(heads, "mean" if heads < 4 else None, 200) for heads in (4, 2, 1)}
+    assert 20 * UPTRAINING.steps == RECIPES["rope"].steps
+    own = training_log("rope", seed)["evaluation"]["128"]
+    for run in log["runs"]:
+        recipe = vars(UPTRAINING) | {"steps": run["recipe"]["steps"], "seed": seed + 100}
+        assert run["recipe"] == recipe
+        assert len(run["losses"]) == recipe["steps"]
+        assert len(run["before"]) == len(run["after"]) == len(own)
+        if run["init"] is None:
+            # Seed 0's weights are the shipped ones; those of the others were made again, not to the last digit.
+            assert seed or run["before"] == pytest.approx(own, abs=2e-3)
+            assert mean(run["before"]) == pytest.approx(mean(own), abs=0.01)
+
+
+@pytest.mark.parametrize("name", UPTRAINED)
+def test_uptrained_weights_have_the_logged_bits_and_start_from_the_grouped_ones(name, corpus):
+    heads, texts = UPTRAINED[name], evaluation_texts(corpus)[:6]
+    runs = [run for run in training_log("uptraining")["runs"] if run["kv_heads"] == heads]
+    (logged,) = (run for run in runs if run["init"] == "mean" and run["recipe"]["steps"] == UPTRAINING.steps)
+    model, _ = load(f"course/{name}", device="cpu")
+    assert model.config.num_key_value_heads == heads
+    torch.testing.assert_close(
+        evaluate(model, texts, (128,))[128], torch.tensor(logged["after"][:6]), atol=2e-3, rtol=1e-3
+    )
+    model = mha_to_gqa(load("course/rope", device="cpu")[0], heads)
+    torch.testing.assert_close(
+        evaluate(model, texts, (128,))[128], torch.tensor(logged["before"][:6]), atol=2e-3, rtol=1e-3
+    )
+    losses = train(model, corpus, Recipe(**logged["recipe"]), stop_after=3)
+    assert losses == pytest.approx(logged["losses"][:3], rel=2e-3)
 
 
 def test_evaluation_texts_are_distinct_and_share_their_last_bytes_at_every_length(corpus):
@@ -122,6 +163,19 @@ def test_a_checkpoint_is_made_whole_and_an_interrupted_one_goes_on(tmp_path, mon
     torch.testing.assert_close(found, torch.tensor(logged), atol=1e-3, rtol=1e-3)
 
 
+def test_an_interrupted_uptraining_goes_on_and_writes_weights_for_seed_0_only(tmp_path, monkeypatch, corpus):
+    tiny = CONFIGS["rope"] | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    monkeypatch.setitem(recipes.CONFIGS, "rope", tiny)
+    monkeypatch.setitem(recipes.RECIPES, "rope", Recipe(steps=4, batch_size=2, context=16))
+    monkeypatch.setattr(recipes, "UPTRAINING", Recipe(steps=1, batch_size=2, context=16))
+    monkeypatch.setattr(recipes, "evaluation_texts", lambda corpus: evaluation_texts(corpus)[:2])
+    for seed, weights in ((1, []), (0, ["gqa-uptrained.safetensors", "mqa-uptrained.safetensors"])):
+        folder = tmp_path / str(seed)
+        place = recipes.make_checkpoint("uptraining", seed, folder)
+        assert sorted(file.name for file in folder.iterdir()) == sorted([*weights, place.name])
+        assert len(json.loads(place.read_text())["runs"]) == 10
+
+
 def test_a_damaged_file_is_one_sentence(tmp_path):
     place = tmp_path / "rope.safetensors"
     write_checkpoint(place, build("rope"), CONFIGS["rope"])
@@ -140,7 +194,7 @@ def test_unknown_names_are_refused_and_known_ones_listed():
     ):
         load("course/rop")
     with pytest.raises(
-        ValueError, match=r"^name is 'rop'; the course trains none, sinusoidal, learned, rope, alibi, native$"
+        ValueError, match=r"^name is 'rop'; the course trains none, sinusoidal, learned, rope, alibi, gqa, mqa, native$"
     ):
         build("rop")
     with pytest.raises(ValueError, match=r"^name 'rope' with seed 7 has no training log; there are alibi, "):

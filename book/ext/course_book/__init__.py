@@ -1,4 +1,5 @@
-"""The book's Sphinx extension: outputs of the last run, claims ledger, status page, compiled kernels, links into the library.
+"""The book's Sphinx extension: outputs of the last run, claims ledger, status page, compiled kernels, advice,
+links into the library.
 
 The book never executes a notebook. ``book/scripts/build.py`` leaves executed copies under ``_build/executed``; where
 such a copy has the same code as the notebook in the repository, the book shows the copy's outputs, else the stored
@@ -13,10 +14,12 @@ from typing import Any
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
+from .advice import CourseAdvice
 from .compiled import CompileReport
 from .library import CourseCode, CourseSource
 from .outputs import changed_outputs, use_outputs
 from .pages import ClaimsLedger, ExecutionStatus
+from .serving import ServingSizes
 
 
 def repair_roles(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
@@ -32,6 +35,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("claims-ledger", ClaimsLedger)
     app.add_directive("execution-status", ExecutionStatus)
     app.add_directive("compile-report", CompileReport)
+    app.add_directive("course-advice", CourseAdvice)
+    app.add_directive("serving-sizes", ServingSizes)
     app.add_directive("course-code", CourseCode)
     app.add_role("course-source", CourseSource())
     app.connect("source-read", use_outputs)

@@ -32,7 +32,7 @@ def zamba_mamba(f: Family, c: Fields, d: Dims, i: int) -> Part:
     """Zamba's Mamba layer; a hybrid one also projects the shared block's output and caches its keys and values."""
     part = r.mamba2_zamba(f, c, d, i) if c.model_type == "zamba2" else r.mamba(f, c, d, i)
     if d.types[i] == "hybrid":
-        part += linear(d.hidden, d.hidden) + cached(2 * d.kv)
+        part += linear(d.hidden, d.hidden) + cached(2 * d.kv, products=2 * d.q)
     return part
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course_lib.memory.architecture import embedding, linear, vector
+from course_lib.memory.architecture import NOTHING, embedding, linear, vector
 from course_lib.memory.blocks import Family, flag, norm
 from course_lib.memory.families import blends as b
 from course_lib.memory.families import variants as v
@@ -18,6 +18,16 @@ GLM4 = Family(out_bias=False, fused_gate_up=True, norms=4)
 FAMILIES: dict[str, Family] = {
     # Dense decoders in the manner of Llama.
     "llama": LLAMA,
+    # Our own, see course_lib.models.decoder.
+    "course_decoder": LLAMA.but(
+        windows="sliding_window",
+        qkv_bias="qkv_bias",
+        qk_norm="head",
+        qk_norm_if="qk_norm",
+        extra_model=lambda f, c, d: (
+            embedding(c.whole("max_position_embeddings"), d.hidden) if c["position"] == "learned" else NOTHING
+        ),
+    ),
     "exaone": LLAMA,
     "internlm3": LLAMA,
     "iquestcoder": LLAMA,

@@ -94,14 +94,15 @@ def falcon(f: Family, c: Fields, d: Dims, i: int) -> Part:
     bias = flag(c, "bias")
     norms = c.optional("num_ln_in_parallel_attn", 2, least=1) if new else 1 if parallel else 2
     part = linear(d.hidden, d.q + 2 * kv * d.head_dim, bias) + linear(d.q, d.hidden, bias)
-    return part + cached(2 * d.q if new else 2 * kv * d.head_dim) + norms * norm(f, d.hidden)
+    kept = cached(2 * d.q if new else 2 * kv * d.head_dim, products=2 * d.q)
+    return part + kept + norms * norm(f, d.hidden)
 
 
 def bigcode(f: Family, c: Fields, d: Dims, i: int) -> Part:
     """GPTBigCode: one key-value head for all queries, unless `multi_query` is off."""
     c.ignore("num_key_value_heads")
     kv = d.head_dim if flag(c, "multi_query") else d.q
-    return linear(d.hidden, d.q + 2 * kv, True) + linear(d.q, d.hidden, True) + cached(2 * kv)
+    return linear(d.hidden, d.q + 2 * kv, True) + linear(d.q, d.hidden, True) + cached(2 * kv, products=2 * d.q)
 
 
 def mimo(f: Family, c: Fields, d: Dims, i: int) -> Part:
@@ -110,7 +111,8 @@ def mimo(f: Family, c: Fields, d: Dims, i: int) -> Part:
     kv, value, bias = d.kv_heads * (1 + sliding), c.whole("v_head_dim"), flag(c, "attention_bias")
     part = linear(d.hidden, d.q, bias) + linear(d.hidden, kv * d.head_dim, bias) + linear(d.hidden, kv * value, bias)
     part += linear(d.heads * value, d.hidden) + vector(d.heads * sliding)
-    return part + cached(kv * (d.head_dim + value), c.whole("sliding_window", 1) if sliding else None)
+    width = c.whole("sliding_window", 1) if sliding else None
+    return part + cached(kv * (d.head_dim + value), width, products=d.heads * (d.head_dim + value))
 
 
 def laguna(f: Family, c: Fields, d: Dims, i: int) -> Part:
@@ -121,7 +123,7 @@ def laguna(f: Family, c: Fields, d: Dims, i: int) -> Part:
     if gating not in (True, "per-head"):
         raise UnsupportedError(f"no formula for gating={gating!r} in laguna")
     part = linear(d.hidden, q, bias) + 2 * linear(d.hidden, d.kv, bias) + linear(q, d.hidden, bias)
-    return part + linear(d.hidden, heads) + vector(2 * d.head_dim) + cached(2 * d.kv, width)
+    return part + linear(d.hidden, heads) + vector(2 * d.head_dim) + cached(2 * d.kv, width, products=2 * q)
 
 
 def fields_of_layer(f: Family, c: Fields, i: int) -> tuple[int, int]:
@@ -142,7 +144,11 @@ def gemma4(f: Family, c: Fields, d: Dims, i: int) -> Part:
     part = linear(d.hidden, q, bias) + linear(q, d.hidden, bias) + vector(width)
     if not shared:
         values = not (flag(c, "attention_k_eq_v") and d.types[i] == "full_attention")
-        part += (1 + values) * linear(d.hidden, kv, bias) + vector(width) + cached(2 * kv, window(f, c, d, i))
+        part += (
+            (1 + values) * linear(d.hidden, kv, bias)
+            + vector(width)
+            + cached(2 * kv, window(f, c, d, i), products=2 * q)
+        )
     wide = 2 if shared and flag(c, "use_double_wide_mlp") else 1
     return part + mlp(f, c, d.hidden, wide * d.ffn)
 
@@ -175,7 +181,8 @@ def gemma3n(f: Family, c: Fields, d: Dims, i: int) -> Part:
     bias = flag(c, "attention_bias")
     part = linear(d.hidden, d.q, bias) + linear(d.q, d.hidden, bias) + vector(d.head_dim)
     if c["kv_sharing_modes"][i] != "reuse":
-        part += 2 * linear(d.hidden, d.kv, bias) + vector(d.head_dim) + cached(2 * d.kv, window(f, c, d, i))
+        part += 2 * linear(d.hidden, d.kv, bias) + vector(d.head_dim)
+        part += cached(2 * d.kv, window(f, c, d, i), products=2 * d.q)
     sizes = c["intermediate_size"]
     size = sizes[i] if isinstance(sizes, list | tuple) else sizes
     return part + mlp(f, c, d.hidden, whole(size, f"{c.label}: intermediate_size"))

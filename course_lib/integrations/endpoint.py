@@ -1,0 +1,365 @@
+"""Other servers beside our own batcher: the same prompts to anything that speaks OpenAI's protocol, and what it answers, how fast.
+
+vLLM, ``transformers serve`` and llama.cpp's server do. Needs nothing but the standard library, and for the comparison our own model.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from course_lib.memory.units import whole
+
+#: The environment variable with the key that a server asks for; a key is never an argument, which other users of a machine can read.
+KEY = "COURSE_API_KEY"
+#: What is asked where no prompts are given.
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at",
+    "Once upon a time, in a village by the sea,",
+    "To make bread, you need flour, water, salt and",
+    "The three primary colours are",
+    "A poem about the autumn wind:\n",
+    "def fibonacci(n):\n",
+    "The difference between a list and a tuple in Python is",
+)
+
+
+class EndpointError(RuntimeError):
+    """What a server did instead of answering, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt's continuation, and how long it took.
+
+    Attributes
+    ----------
+    prompt, text : str
+        What was asked, and what came.
+    tokens : int
+        New tokens, as the server counts them; if it does not, the pieces in which the text came.
+    first_token_seconds, seconds : float
+        From sending the prompt to the first piece of text, and to the last.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    first_token_seconds: float
+    seconds: float
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Time between tokens after the first; None where there is none."""
+        return (self.seconds - self.first_token_seconds) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """All prompts' answers, in their order, and the seconds from the first prompt sent to the last answer."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all answers, by the time for all."""
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+
+def ask(
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    concurrency: int = 1,
+    timeout: float = 60.0,
+) -> Answers:
+    """Have a server continue prompts, greedily, and time it.
+
+    Parameters
+    ----------
+    url : str
+        Where it listens, ``http://host:port``, with or without ``/v1``.
+    model : str
+        The name under which it serves the model.
+    prompts : sequence of str
+        Sent as they are, to ``/v1/completions``: no chat template is applied.
+    max_new_tokens : int
+        How many tokens to add at most.
+    concurrency : int
+        How many prompts to have under way at a time.
+    timeout : float
+        Seconds to wait for a connection, and then for each piece of text.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    EndpointError
+        If the server cannot be reached, refuses, or does not answer in full.
+
+    Notes
+    -----
+    A key that the server asks for is taken from the environment variable ``COURSE_API_KEY``.
+    """
+    base = _base(url)
+    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise ValueError("prompts holds an empty text, or none at all; at least one text is needed")
+    whole(max_new_tokens, "max_new_tokens", least=1)
+    whole(concurrency, "concurrency", least=1)
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}; a finite number of seconds above 0 is needed")
+
+    def one(prompt: str) -> Answer:
+        return _complete(base, model, prompt, max_new_tokens, timeout)
+
+    start = time.perf_counter()
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        answers = tuple(pool.map(one, prompts))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return Answers(answers, time.perf_counter() - start)
+
+
+def _base(url: str) -> str:
+    """Return the address below which ``/completions`` stands."""
+    parts = urlsplit(url)
+    try:
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        named = False
+    if not named:
+        raise ValueError(f"url is {url!r}; the address of a server, as http://localhost:8000, is needed")
+    whole_url = url.rstrip("/")
+    return whole_url if whole_url.endswith("/v1") else f"{whole_url}/v1"
+
+
+def _complete(base: str, model: str, prompt: str, new: int, timeout: float) -> Answer:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": new,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    pieces: list[str] = []
+    counted: int | None = None
+    ended = False
+    start = time.perf_counter()
+    moments: list[float] = []
+    with _response(f"{base}/completions", body, timeout) as response:
+        if response.status != 200:
+            raise EndpointError(_refusal(base, model, response, timeout))
+        for event in _events(base, response):
+            usage = event.get("usage")
+            if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+                counted = usage["completion_tokens"]
+            for choice in event.get("choices") or []:
+                if choice.get("text"):
+                    moments.append(time.perf_counter())
+                    pieces.append(choice["text"])
+                ended = ended or choice.get("finish_reason") is not None
+    if not ended:
+        raise EndpointError(f"{base} broke off after {len(pieces)} pieces of text, before it said why the text ends")
+    moments = moments or [time.perf_counter()]
+    tokens = len(pieces) if counted is None else counted
+    return Answer(prompt, "".join(pieces), tokens, moments[0] - start, moments[-1] - start)
+
+
+@contextmanager
+def _response(url: str, body: dict[str, Any] | None, timeout: float) -> Iterator[http.client.HTTPResponse]:
+    """Send a request, and say in one sentence what may go wrong until its answer is read."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+    if os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    try:
+        connection.request(
+            "GET" if body is None else "POST", parts.path, None if body is None else json.dumps(body), headers
+        )
+        yield connection.getresponse()
+    except TimeoutError:
+        raise EndpointError(f"{url} sent nothing for {timeout:g} seconds") from None
+    except http.client.HTTPException as error:
+        raise EndpointError(f"{url} broke off its answer, or speaks no HTTP ({type(error).__name__})") from None
+    except OSError as error:
+        raise EndpointError(f"{url} cannot be reached ({error.strerror or error})") from None
+    finally:
+        connection.close()
+
+
+def _events(base: str, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Return the objects of a stream of server-sent events as they come."""
+    kind = response.headers.get_content_type()
+    if kind != "text/event-stream":
+        raise EndpointError(f"{base}/completions answered with {kind} instead of a stream of events; times need one")
+    for line in response:
+        name, _, value = line.decode(errors="replace").strip().partition(":")
+        value = value.strip()
+        if name != "data" or not value:
+            continue
+        if value == "[DONE]":
+            return
+        try:
+            event = json.loads(value)
+        except json.JSONDecodeError:
+            event = None
+        if not isinstance(event, dict):
+            raise EndpointError(f"{base} sent {value!r:.80}, which is no JSON object")
+        if "error" in event:
+            raise EndpointError(f"{base} gave up with {_message(event)!r:.300}")
+        yield event
+
+
+def _refusal(base: str, model: str, response: http.client.HTTPResponse, timeout: float) -> str:
+    """Return what a server refuses, and what would help."""
+    raw = response.read(10_000).decode(errors="replace")
+    try:
+        said = _message(json.loads(raw))
+    except json.JSONDecodeError:
+        said = " ".join(raw.split())
+    sentence = f"{base}/completions answered {response.status} {response.reason}" + (f": {said[:300]}" if said else "")
+    if response.status in (401, 403):
+        return f"{sentence}; a key is taken from the environment variable {KEY}"
+    if response.status == 404:
+        names = _served(base, timeout)
+        if names and model not in names:
+            return f"{sentence}; it serves {', '.join(names[:10])}, and model is {model!r}"
+        if not names:
+            return f"{sentence}; is this the address of an OpenAI-compatible server?"
+    return sentence
+
+
+def _served(base: str, timeout: float) -> list[str]:
+    """Return the names of the models that a server offers; none if it does not tell."""
+    try:
+        with _response(f"{base}/models", None, timeout) as response:
+            return [str(one["id"]) for one in json.loads(response.read())["data"]]
+    except (EndpointError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _message(said: Any) -> str:
+    """Return the sentence in a server's error: OpenAI's form, FastAPI's, or a text."""
+    if isinstance(said, dict):
+        error = said.get("error", said.get("detail", said.get("message", "")))
+        return _message(error) if isinstance(error, dict) else str(error)
+    return str(said)
+
+
+# ---- ours
+
+
+def answer_ourselves(
+    model: str, prompts: Sequence[str], *, max_new_tokens: int = 64, concurrency: int = 1
+) -> tuple[Answers, str]:
+    """Continue the same prompts with a `ContinuousBatcher`, as many at a time.
+
+    Parameters
+    ----------
+    model : str
+        As for :func:`course_lib.models.load`.
+    prompts, max_new_tokens, concurrency
+        As for `ask`.
+
+    Returns
+    -------
+    Answers
+        Its times are counted as `ask` counts them, without a network.
+    where : str
+        The type of the weights, and the device.
+    """
+    from course_lib.generation import ContinuousBatcher
+    from course_lib.models import load
+
+    decoder, tokenizer = load(model, as_decoder=True)
+    batcher = ContinuousBatcher(decoder, max_batch=concurrency)
+    ends = getattr(tokenizer, "eos_token_id", None)
+    waiting = list(enumerate(prompts))[::-1]
+    running: dict[int, tuple[Any, list[float]]] = {}
+    found: dict[int, Answer] = {}
+    start = time.perf_counter()
+
+    def submit(prompt: str) -> tuple[Any, list[float]]:
+        moments = [time.perf_counter()]
+        request = batcher.submit(
+            tokenizer(prompt)["input_ids"],
+            max_new_tokens=max_new_tokens,
+            eos_token_id=ends,
+            tokenizer=tokenizer,
+            on_token=lambda _: moments.append(time.perf_counter()),
+        )
+        return request, moments
+
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            index, prompt = waiting.pop()
+            running[index] = submit(prompt)
+        batcher.step()
+        for index, (request, moments) in list(running.items()):
+            if request.state == "finished":
+                times = (moment - moments[0] for moment in (moments[1], moments[-1]))
+                found[index] = Answer(prompts[index], request.text or "", len(request.tokens), *times)
+                del running[index]
+    seconds = time.perf_counter() - start
+    name = str(decoder.dtype).removeprefix("torch.")
+    return Answers(tuple(found[index] for index in range(len(prompts))), seconds), f"{name} on {decoder.device.type}"
+
+
+def report(theirs: Answers, ours: Answers | None = None) -> dict[str, Any]:
+    """Return what was measured, and where two texts part, as plain values for JSON.
+
+    Parameters
+    ----------
+    theirs : Answers
+        A server's.
+    ours : Answers, optional
+        To the same prompts.
+
+    Returns
+    -------
+    dict
+        ``endpoint`` and ``ours``, each with ``tokens_per_second``, ``seconds``, medians and ``answers``; ``agreement``, for each prompt
+        None where the texts are equal, else the number of characters up to which they are.
+    """
+    found: dict[str, Any] = {"endpoint": _plain(theirs)}
+    if ours is not None:
+        pairs = zip(theirs.answers, ours.answers, strict=True)
+        found |= {"ours": _plain(ours), "agreement": [_parting(a.text, b.text) for a, b in pairs]}
+    return found
+
+
+def _plain(answers: Answers) -> dict[str, Any]:
+    import statistics
+
+    paces = [pace for one in answers.answers if (pace := one.seconds_per_token) is not None]
+    return {
+        "seconds": answers.seconds,
+        "tokens_per_second": answers.tokens_per_second,
+        "median_first_token_seconds": statistics.median(one.first_token_seconds for one in answers.answers),
+        "median_seconds_per_token": statistics.median(paces) if paces else None,
+        "answers": [asdict(one) | {"seconds_per_token": one.seconds_per_token} for one in answers.answers],
+    }
+
+
+def _parting(one: str, other: str) -> int | None:
+    """Return how many characters two texts begin with alike, or None if they are equal."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
