@@ -1,7 +1,7 @@
 """What one pass of a decoder reads and computes, and the least time that a machine needs for it.
 
-Everything is arithmetic on a configuration; no tensor is touched. Derived in chapters 08 and 10
-(notebooks/08-kv-cache.ipynb, notebooks/10-grouped-heads.ipynb).
+Everything is arithmetic on a configuration; no tensor is touched. Chapter 10
+(notebooks/10-grouped-heads.ipynb) compares it with measured steps.
 """
 
 from __future__ import annotations
