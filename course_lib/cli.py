@@ -150,31 +150,19 @@ def _print_advice(found: Advice) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from course_lib.memory import bytes_to_giga_bytes
-    from course_lib.memory.scenario import duration
-
     table = Table(
         "row", "for", "use", "verdict", title=f"{escape(found.model)} on {found.card.name}: the guide's five rows"
     )
     for row in found.rows:
         table.add_row(str(row.number), row.situation, escape(row.remedy), row.verdict, style="" if row.steps else "dim")
+    headers, rows = found.table()
     steps = Table(
-        "after", title="what it takes, each on top of those before", caption="times: the roofline's lower bounds"
+        headers[0], title="what it takes, each on top of those before", caption="times: the roofline's lower bounds"
     )
-    for name in (
-        "GiB a card",
-        "fits",
-        "first token",
-        "a token",
-        *["sequences", "tokens/s"] * (found.goal == "throughput"),
-    ):
-        steps.add_column(name, justify="right")
-    for step in found.steps:
-        cells = [f"{bytes_to_giga_bytes(step.memory):,.2f}", "yes" if step.fits else "no"]
-        cells += [duration(step.first_seconds), duration(step.seconds)]
-        if step.sequences is not None:
-            cells += [f"{step.sequences:,}", f"{step.tokens_per_second:,.0f}"]
-        steps.add_row(step.name, *cells)
+    for header in headers[1:]:
+        steps.add_column(header, justify="right")
+    for cells in rows:
+        steps.add_row(*cells)
     console = _console()
     for part in (table, steps):
         console.print(part)

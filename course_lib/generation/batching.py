@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from course_lib.generation.loop import end_tokens
 from course_lib.generation.sampling import check_sampling, choose_tokens
 from course_lib.generation.text import TextStream, check_stop
 from course_lib.kv_cache.packed import PackedCache, Row
@@ -261,7 +262,6 @@ class ContinuousBatcher:
         if check_stop(stop) and tokenizer is None:
             raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
         self._check_room(len(prompt), max_new_tokens)
-        ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         options = _Options(
             {
                 "temperature": temperature,
@@ -271,7 +271,7 @@ class ContinuousBatcher:
                 "repetition_penalty": repetition_penalty,
             },
             None if seed is None else torch.Generator(device=self.model.device).manual_seed(seed),
-            frozenset(int(token) for token in ends),
+            end_tokens(eos_token_id),
             None if tokenizer is None else TextStream(tokenizer, stop or ()),
             on_token,
         )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from course_lib.generation.loop import make_cache
 from course_lib.generation.sampling import token_chances
+from course_lib.kv_cache import DynamicCache
 from course_lib.memory.meta import cache_argument
 from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
@@ -178,11 +178,10 @@ class ModelDrafter:
 def make_drafter(
     draft: DecoderLM | PreTrainedModel | PromptLookup,
     target: DecoderLM | PreTrainedModel,
-    length: int,
     sampling: dict[str, Any] | None,
     generator: torch.Generator | None,
 ) -> Drafter:
-    """Return what drafts for a target, a text of at most so many tokens.
+    """Return what drafts for a target.
 
     Raises
     ------
@@ -196,6 +195,4 @@ def make_drafter(
     theirs, ours = (model.config.get_text_config(decoder=True).vocab_size for model in (draft, target))
     if theirs != ours:
         raise ValueError(f"draft has a vocabulary of {theirs} tokens and target one of {ours}; it must be the same")
-    made = make_cache("dynamic", draft, length)
-    assert made is not None
-    return ModelDrafter(Runner(draft, made), sampling, generator)
+    return ModelDrafter(Runner(draft, DynamicCache(draft.config)), sampling, generator)

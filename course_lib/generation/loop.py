@@ -125,7 +125,8 @@ def generate(
     """
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     batch, length = check_prompts(input_ids, attention_mask, max_new_tokens)
-    ends = _ends(eos_token_id, input_ids.device)
+    found = end_tokens(eos_token_id)
+    ends = torch.tensor(sorted(found), device=input_ids.device) if found else None
     if check_stop(stop) and tokenizer is None:
         raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop or ()) for _ in range(batch)]
@@ -151,7 +152,7 @@ def generate(
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     counts, reused = [max_new_tokens] * batch, past
     step = _Step(model, kept)
-    moments = [_now(input_ids.device)]
+    moments = [now(input_ids.device)]
     for end in range(length, length + max_new_tokens):
         while prefill_chunk is not None and end - past > prefill_chunk:
             step(sequences, past, past + prefill_chunk, mask)
@@ -171,12 +172,12 @@ def generate(
         sequences[:, end] = previous[:, end] = tokens
         past = end if kept is not None else 0
         if end == length:
-            moments.append(_now(input_ids.device))
+            moments.append(now(input_ids.device))
         if on_token:
             on_token(tokens)
         if _finish(done, tokens, ends, texts, counts, end - length + 1):
             break
-    moments.append(_now(input_ids.device))
+    moments.append(now(input_ids.device))
     sequences = sequences[:, : end + 1]
     if isinstance(kept, kv_cache.PrefixCache):
         kept.commit(sequences)
@@ -310,10 +311,11 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
     return batch, length
 
 
-def _ends(eos_token_id: int | Sequence[int] | None, device: torch.device) -> torch.Tensor | None:
-    """Return the tokens that end a text, or None if there is none."""
-    found = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    return torch.tensor(found, device=device) if found else None
+def end_tokens(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else map(int, eos_token_id))
 
 
 def _whole_mask(attention_mask: torch.Tensor | None, new: int) -> torch.Tensor | None:
@@ -324,7 +326,8 @@ def _whole_mask(attention_mask: torch.Tensor | None, new: int) -> torch.Tensor |
     return torch.cat((mask, mask.new_ones(len(mask), new)), dim=1)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time when a device has done what it was told, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

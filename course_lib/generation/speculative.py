@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from course_lib.generation.drafts import PromptLookup, Runner, make_drafter
-from course_lib.generation.loop import check_prompts, make_cache
+from course_lib.generation.loop import check_prompts, end_tokens, make_cache, now
 from course_lib.generation.sampling import check_sampling, token_chances
 from course_lib.kv_cache import PrefixCache, SlidingWindowCache
 from course_lib.memory.units import whole
@@ -239,8 +238,8 @@ def speculative_generate(
         )
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if temperature else None
     generator = None if seed is None else torch.Generator(device=input_ids.device).manual_seed(seed)
-    drafter = make_drafter(draft, target, length + max_new_tokens, sampling, generator)
-    ends = set() if eos_token_id is None else {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    drafter = make_drafter(draft, target, sampling, generator)
+    ends = end_tokens(eos_token_id)
     kept: Any = make_cache(cache, target, length + max_new_tokens)
     past = kept.begin(input_ids) if isinstance(kept, PrefixCache) else int(kept.get_seq_length())
     if past >= length:
@@ -253,14 +252,14 @@ def speculative_generate(
     end, rounds, drafted, drafting = length, 0, 0, 0.0
     tried_at: list[int] = []
     accepted_at: list[int] = []
-    moments = [time.perf_counter()]
+    moments = [now(input_ids.device)]
     while True:
         count, chances = 0, None
         if end > length:  # the first token comes with the prompt, so that the time to it is the target's
-            start = time.perf_counter()
+            start = now(input_ids.device)
             # A round adds a token more than are accepted.
             count, chances = drafter.propose(text, end, min(size, length + max_new_tokens - end - 1))
-            drafting += time.perf_counter() - start
+            drafting += now(input_ids.device) - start
         logits = runner(text, end + count, count + 1)
         accepted, token = _verify(logits, text[0, end : end + count], chances, sampling, generator)
         text[0, end + accepted] = token
@@ -282,13 +281,13 @@ def speculative_generate(
         runner.back_to(end - 1)
         drafter.back_to(end - 1)
         if first == length:
-            moments.append(time.perf_counter())
+            moments.append(now(input_ids.device))
         if on_token:
             for place in range(first, end):
                 on_token(text[:, place])
         if over is not None or end == length + max_new_tokens:
             break
-    moments.append(time.perf_counter())
+    moments.append(now(input_ids.device))
     text = text[:, :end]
     if isinstance(kept, PrefixCache):
         kept.commit(text)

@@ -9,12 +9,10 @@ import importlib
 import json
 import logging
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from course_lib.benchmark import in_turns
 from course_lib.generation import GenerationResult, generate
+from course_lib.generation.loop import now
 from course_lib.kv_cache import KVCache
 from course_lib.memory import meta
 from course_lib.memory.config import quiet, resolve
@@ -301,7 +301,12 @@ def tensor_parallel(prompt: str, new_tokens: int, model: str = "smollm2-135m") -
         with Communication() as traffic:  # of a single token, for the cache holds the others
             generate(part, written.sequences, max_new_tokens=1, cache=written.cache)
         hidden = torch.zeros(part.config.hidden_size, device=device)
-        seconds = _median_seconds(lambda: dist.all_reduce(hidden), device)
+
+        def exchange() -> None:
+            dist.all_reduce(hidden)
+            now(device)
+
+        seconds = in_turns({"all-reduce": exchange}, rounds=50)["all-reduce"]
         del part
         alone = None
         if dist.get_rank() == 0:
@@ -340,18 +345,6 @@ def _continued(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> tu
 def held(weight: torch.Tensor) -> int:
     """Return the bytes of a weight, or of the part of it that this process holds."""
     return weight.to_local().nbytes if isinstance(weight, DTensor) else weight.nbytes
-
-
-def _median_seconds(call: Callable[[], object], device: torch.device, rounds: int = 50) -> float:
-    """Return what a call takes, until the device is done with it."""
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 if __name__ == "__main__":

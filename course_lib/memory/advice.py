@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from course_lib.memory import reasons
 from course_lib.memory.cards import Card, find_card
-from course_lib.memory.scenario import Run, Step, Workload
-from course_lib.memory.units import whole
+from course_lib.memory.scenario import Run, Step, Workload, duration
+from course_lib.memory.units import bytes_to_giga_bytes, whole
 
 Goal = Literal["memory", "latency", "throughput"]
 Verdict = Literal["use", "already so", "not needed", "no help", "change the model"]
@@ -121,6 +121,19 @@ class Advice:
     def arithmetic(self) -> dict[str, tuple[str, ...]]:
         """Every number of every step as an expression with its inputs."""
         return {step.name: step.arithmetic for step in self.steps}
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return headers and a row for each step; times are lower bounds, and tokens a second an upper one."""
+        headers = ["after", "GiB a card", "fits", "first token", "a token"]
+        headers += ["sequences", "tokens/s"] * (self.goal == "throughput")
+        rows = []
+        for step in self.steps:
+            cells = [step.name, f"{bytes_to_giga_bytes(step.memory):,.2f}", "yes" if step.fits else "no"]
+            cells += [duration(step.first_seconds), duration(step.seconds)]
+            if step.sequences is not None:
+                cells += [f"{step.sequences:,}", f"{step.tokens_per_second:,.0f}"]
+            rows.append(cells)
+        return headers, rows
 
     def __str__(self) -> str:
         lines = [f"{self.model} on {self.card.name}: {self.summary}"]

@@ -94,45 +94,31 @@ def calibrate(measurements: Iterable[tuple[StepCost, float]]) -> Calibration:
     Least squares of relative errors, ``seconds = bytes / bandwidth + flops / flops_per_second + overhead``, none of the three terms
     negative. The best non-negative fit is an ordinary one of some of the terms (Lawson and Hanson, 1974), so all seven are tried.
     """
+    import numpy as np
+
     rows = [(cost.bytes, cost.flops, 1.0, seconds) for cost, seconds in measurements]
     if len(rows) < 3:
         raise ValueError(f"measurements must be at least 3, got {len(rows)}")
     if not all(seconds > 0 for *_, seconds in rows):
         raise ValueError("measurements must hold positive seconds")
-    best, least = [0.0, 0.0, 0.0], float("inf")
-    for count in (1, 2, 3):
-        for chosen in combinations(range(3), count):
-            found = _fit([[row[i] / row[3] for i in chosen] for row in rows])
-            if found is None or min(found) < 0:
-                continue
-            terms = [found[chosen.index(i)] if i in chosen else 0.0 for i in range(3)]
-            error = sum((sum(t * row[i] for i, t in enumerate(terms)) / row[3] - 1) ** 2 for row in rows)
-            if error < least:
-                best, least = terms, error
-    per_byte, per_flop, overhead = best
+    # Each row divided by its time, so that 1 is to be reached, and each column by its largest number.
+    table = np.array(rows, dtype=float)
+    table = table[:, :3] / table[:, 3:]
+    scale = np.abs(table).max(axis=0)
+    scale[scale == 0] = 1.0
+    best, least = np.zeros(3), float("inf")
+    for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
+        terms = np.zeros(3)
+        found, _, rank, _ = np.linalg.lstsq(table[:, chosen] / scale[chosen], np.ones(len(rows)), rcond=1e-10)
+        if rank < len(chosen) or found.min() < 0:
+            continue
+        terms[chosen] = found / scale[chosen]
+        error = float(((table @ terms - 1) ** 2).sum())
+        if error < least:
+            best, least = terms, error
+    per_byte, per_flop, overhead = best.tolist()
     return Calibration(_inverse(per_byte), _inverse(per_flop), overhead, overlap=False)
 
 
 def _inverse(value: float) -> float:
     return 1 / value if value > 0 else float("inf")
-
-
-def _fit(rows: list[list[float]]) -> list[float] | None:
-    """Solve for the terms that bring every row nearest to 1, by the normal equations; None if the rows do not decide."""
-    count = len(rows[0])
-    scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(count)]
-    scaled = [[value / s for value, s in zip(row, scale, strict=True)] for row in rows]
-    system = [
-        [sum(row[i] * row[j] for row in scaled) for j in range(count)] + [sum(row[i] for row in scaled)]
-        for i in range(count)
-    ]
-    for i in range(count):
-        pivot = max(range(i, count), key=lambda r: abs(system[r][i]))
-        system[i], system[pivot] = system[pivot], system[i]
-        if abs(system[i][i]) < 1e-12:
-            return None
-        for r in range(count):
-            if r != i:
-                factor = system[r][i] / system[i][i]
-                system[r] = [a - factor * b for a, b in zip(system[r], system[i], strict=True)]
-    return [system[i][count] / system[i][i] / scale[i] for i in range(count)]

@@ -8,8 +8,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
-from course_lib.memory import Advice, advise, bytes_to_giga_bytes
-from course_lib.memory.scenario import duration
+from course_lib.memory import Advice, advise
 
 from .pieces import collapsed, fields, table
 
@@ -44,15 +43,7 @@ class CourseAdvice(SphinxDirective):  # type: ignore[misc]
 
 def shown(found: Advice) -> list[nodes.Node]:
     """Return the steps as a table, the rows with their reasons, and the arithmetic, collapsed."""
-    head = ["After", "GiB a card", "Fits", "First token, at least", "A token, at least"]
-    head += ["Sequences that fit", "Tokens/s, at most"] * (found.goal == "throughput")
-    rows: list[list[str | list[nodes.Node]]] = []
-    for step in found.steps:
-        cells: list[str | list[nodes.Node]] = [step.name, f"{bytes_to_giga_bytes(step.memory):,.2f}"]
-        cells += ["yes" if step.fits else "no", duration(step.first_seconds), duration(step.seconds)]
-        if step.sequences is not None:
-            cells += [f"{step.sequences:,}", f"{step.tokens_per_second:,.0f}"]
-        rows.append(cells)
+    headers, rows = found.table()
     reasons = fields(*((f"Row {row.number}: {row.verdict}", [nodes.Text(row.reason)]) for row in found.rows))
     others = [f"{step.name}: {step.told}" for row in found.rows for step in row.what_if]
     listed = (
@@ -63,7 +54,7 @@ def shown(found: Advice) -> list[nodes.Node]:
     )
     arithmetic = nodes.literal_block("", lines, language="text")
     return [
-        table(head, rows, "course-status"),
+        table([header[0].upper() + header[1:] for header in headers], rows, "course-status"),
         reasons,
         *(collapsed("What else would do", *listed) if listed else []),
         *collapsed("The arithmetic, every number with its inputs", arithmetic),

@@ -11,7 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
-from course_lib.memory import bytes_to_giga_bytes, cards, estimate, kv_cache_bytes
+from course_lib.memory import bytes_to_giga_bytes, estimate, find_card, kv_cache_bytes
 
 from .pieces import table
 
@@ -56,15 +56,12 @@ def sizes(settings: Mapping[str, Any], model: str, card_name: str) -> Sequence[s
     model : str
         As for :func:`course_lib.memory.estimate`; weights and cache in bfloat16.
     card_name : str
-        A card's name.
+        A card's name, see `find_card`.
     """
-    found = [card for card in cards() if card.name == card_name]
-    if not found:
-        raise ValueError(f"card is {card_name!r}; known are {', '.join(card.name for card in cards())}")
     block_size, longest = settings["block-size"], settings["max-model-len"]
     step = estimate(model, dtype="bfloat16", prompt_tokens=settings["max-num-batched-tokens"], new_tokens=0)
     working = step.activations + step.workspace
-    served = int(settings["gpu-memory-utilization"] * found[0].memory_bytes)
+    served = int(settings["gpu-memory-utilization"] * find_card(card_name).memory_bytes)
     block = kv_cache_bytes(model, block_size, dtype="bfloat16")
     blocks = max(0, (served - step.weights - working) // block)
     tokens = blocks * block_size
