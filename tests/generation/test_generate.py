@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_llama import SMALL
 from transformers import (
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     StaticCache,
@@ -20,28 +19,6 @@ from course_lib.generation import choose_tokens, generate
 from course_lib.generation.loop import CACHES
 from course_lib.memory import peak_memory
 from course_lib.models import ByteTokenizer, DecoderConfig, DecoderLM, load
-
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-
-
-@pytest.fixture(scope="module")
-def theirs() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, bos_token_id=None, eos_token_id=None)).eval()
-
-
-@pytest.fixture(scope="module", params=["DecoderLM", "Transformers"])
-def model(request, theirs):
-    return DecoderLM.from_transformers(theirs) if request.param == "DecoderLM" else theirs
 
 
 def prompts(batch: int = 3, length: int = 7) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_llama import SMALL
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from course_lib import kv_cache
@@ -22,29 +23,13 @@ from course_lib.generation import (
 )
 from course_lib.models import DecoderConfig, DecoderLM, load
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 #: How unlikely a deviation must be to be called one: a right rule fails once in a million runs.
 SIGNIFICANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def theirs() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, bos_token_id=None, eos_token_id=None)).eval()
-
-
-@pytest.fixture(scope="module", params=["DecoderLM", "Transformers"])
-def target(request, theirs):
-    return DecoderLM.from_transformers(theirs) if request.param == "DecoderLM" else theirs
+def target(model):
+    return model
 
 
 def similar(model, share=0.15):
