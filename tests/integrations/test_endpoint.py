@@ -28,7 +28,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.manner, self.requests, self.keys = manner, [], []  # type: str, list, list
         self.under_way = self.most_under_way = 0
-        self.lock = threading.Lock()
+        self.lock, self.together = threading.Lock(), threading.Barrier(1)
 
     @property
     def url(self) -> str:
@@ -64,12 +64,17 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
         self.server.keys.append(self.headers["Authorization"])
+        with suppress(ConnectionError):  # whoever asked has given up waiting
+            self.answer(body)
+
+    def meet(self) -> None:
+        """Waits until as many requests are under way as `together` asks for; no answer has ended by then."""
         with self.server.lock:
             self.server.under_way += 1
             self.server.most_under_way = max(self.server.most_under_way, self.server.under_way)
         try:
-            with suppress(ConnectionError):  # whoever asked has given up waiting
-                self.answer(body)
+            self.server.together.wait(timeout=30)
+            time.sleep(0.05)  # for one too many to arrive
         finally:
             with self.server.lock:
                 self.server.under_way -= 1
@@ -96,6 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if manner == "no json":
             return self.chunk("data: {what?\n\n")
+        self.meet()
         words = body["prompt"].split()[::-1][: body["max_tokens"]]
         self.chunk(": a comment, and an empty line, and a field that is not data\n\nid: 7\n\n")
         for number, word in enumerate(words):
@@ -164,8 +170,9 @@ def test_times_are_those_of_the_pieces(serve):
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_so_many_prompts_are_under_way_as_were_asked_for(serve, concurrency):
-    server = serve("slowly")
-    ask(server.url, MODEL, ["a b c d"] * 7, concurrency=concurrency)
+    server = serve()
+    server.together = threading.Barrier(concurrency)
+    ask(server.url, MODEL, ["a b"] * 6, concurrency=concurrency)  # fewer at once would break the barrier
     assert server.most_under_way == concurrency
 
 
@@ -191,7 +198,7 @@ def test_a_key_is_taken_from_the_environment_alone(serve, monkeypatch):
 )
 def test_a_server_that_fails_is_one_sentence(serve, manner, message):
     with pytest.raises(EndpointError, match=message) as raised:
-        ask(serve(manner).url, MODEL, ["one two"], timeout=0.3)
+        ask(serve(manner).url, MODEL, ["one two"], timeout=0.3 if manner in ("silent", "stalls") else 30)
     assert "\n" not in str(raised.value)
 
 
