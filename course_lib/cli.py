@@ -40,7 +40,8 @@ def vram(
         str | None, typer.Option(help="Precision of the weights; the configuration's own by default.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="int8, fp4, nf4, fp4-double, nf4-double, bfloat16, int4, int3 or int2.")
+        str | None,
+        typer.Option(help="int8, nf4, fp4, nf4-double, fp4-double, bfloat16, int4, int3, int2, fp8 or mxfp4."),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 0,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 60,

@@ -188,10 +188,12 @@ def advise(
     Notes
     -----
     The measures come in the order of their price: what changes no result (a cache, flash attention), what changes numbers (fewer
-    bits), more hardware, another model. A measure is to be used if it improves the goal by a twentieth or the model needs fewer cards with it,
-    and the cache always. Times are what the roofline of `StepCost.seconds` gives with the rates of the card's datasheet:
-    lower bounds, not yet measured on a card. What a time leaves out is listed at `step_cost`; between cards nothing is counted
-    for communication. A card whose sheet states no arithmetic rate is bound by bytes alone.
+    bits), more hardware, another model. The cache is used always and flash attention wherever it saves anything, as neither
+    changes a result; another measure if it improves the goal by a twentieth or the model needs fewer cards with it. Times are
+    what the roofline of `StepCost.seconds` gives with the rates of the card's datasheet: lower bounds, not yet measured on a
+    card. What a time leaves out is listed at `step_cost`; between cards nothing is counted for communication, and the cache
+    counts as split evenly: tensor parallelism copies a head, or a latent cache, that it cannot divide. A card whose sheet states
+    no arithmetic rate is bound by bytes alone.
     """
     if goal not in GOALS:
         raise ValueError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")

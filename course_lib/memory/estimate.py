@@ -6,11 +6,12 @@ whose terms are stated in `estimate`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from course_lib.memory.architecture import Weight
+from course_lib.memory.architecture import Kind, Weight
 from course_lib.memory.blocks import active_experts
 from course_lib.memory.config import Fields
 from course_lib.memory.counting import CACHE_DTYPES, Model
@@ -27,10 +28,29 @@ BITSANDBYTES = ("int8", "fp4", "nf4", "fp4-double", "nf4-double")
 #: What only `course_lib.quantization` stores, and the most bytes for each weight of a matrix that dequantising it takes: one
 #: float32 copy; codes one a byte and two copies; or as much as unpacking by 64-bit words.
 OURS = {"bfloat16": 4, "int4": 9, "int3": 17, "int2": 17}
-QUANTIZATIONS = (*BITSANDBYTES, *OURS)
+
+
+class Published(NamedTuple):
+    """How a checkpoint may be published in fewer bits: the kinds of weights, the bits of each, a block's scale and its sides."""
+
+    kinds: tuple[Kind, ...]
+    bits: int
+    scale_bytes: int
+    rows: int
+    columns: int
+
+
+#: DeepSeek's FP8 (DeepSeek-V3, section 3.3) and the microscaling format of gpt-oss (OCP MX specification 1.0).
+PUBLISHED = {
+    "fp8": Published(("linear", "experts"), 8, 4, 128, 128),
+    "mxfp4": Published(("experts",), 4, 1, 1, 32),
+}
+QUANTIZATIONS = (*BITSANDBYTES, *OURS, *PUBLISHED)
 BLOCK = 64  # weights that share a scale, but in int8
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 ATTENTIONS = ("flash", "eager")
+#: What an FP8 checkpoint lists as left alone and no kind that it converts covers anyway.
+_KEPT = re.compile(r"(^|\.)(lm_head|embed_tokens|gate|shared_expert_gate|router|\w*norm)$")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 # The decoder's own first: an encoder-decoder's configuration calls its encoder's heads by the plain name too.
 _HEADS = (
@@ -106,12 +126,25 @@ def _choice(value: str | None, argument: str, accepted: tuple[str, ...]) -> str 
     return value
 
 
+def converted_kinds(quantization: str | None) -> tuple[Kind, ...]:
+    """Return the kinds of weights that a scheme converts."""
+    if quantization is None:
+        return ()
+    return PUBLISHED[quantization].kinds if quantization in PUBLISHED else ("linear",)
+
+
 def stored_bytes(weights: dict[Weight, int], dtype: str, quantization: str | None) -> tuple[int, int]:
-    """Return the bytes of weights and of their constants; only linear matrices are quantised."""
-    quantised = {w: n for w, n in weights.items() if quantization and w.kind == "linear"}
+    """Return the bytes of weights and of their constants; what a scheme does not convert stays in `dtype`."""
+    quantised = {w: n for w, n in weights.items() if w.kind in converted_kinds(quantization)}
     rest = sum(w.size * n for w, n in weights.items() if w not in quantised)
     if not quantised or not quantization:
         return weight_bytes(rest, dtype), 0
+    if published := PUBLISHED.get(quantization):
+        blocks = sum(
+            -(-w.rows // published.rows) * -(-w.columns // published.columns) * n for w, n in quantised.items()
+        )
+        stored = sum(w.size * n for w, n in quantised.items()) * published.bits // 8
+        return weight_bytes(rest, dtype) + stored, published.scale_bytes * blocks
     bits = quantization.removesuffix("-double")
     if quantization in OURS:  # codes are packed, and blocks end, with each row
         stored = weight_bytes(rest, dtype) + sum(
@@ -171,7 +204,7 @@ def _activations(model: Model, dtype: str, batch: int, tokens: int, attention: s
 
 def _workspace(model: Model, quantization: str | None, batch_tokens: int) -> int:
     linears = [w for w in model.weights if w.kind == "linear"]
-    if quantization is None or not linears or not batch_tokens:
+    if quantization is None or quantization in PUBLISHED or not linears or not batch_tokens:
         return 0
     if quantization == "int8":
         return 4 * batch_tokens * max(w.rows for w in linears)
@@ -197,11 +230,12 @@ def estimate(
         See `count_parameters`.
     dtype : str or torch.dtype, optional
         Data type of weights and activations; the configuration's own by default, bfloat16 if it names none.
-    quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double", "bfloat16", "int4", "int3", "int2"}
+    quantization : {None, "int8", "fp4", "nf4", "fp4-double", "nf4-double", "bfloat16", "int4", "int3", "int2", "fp8", "mxfp4"}
         How the weights of linear layers are stored: by bitsandbytes or, equally, by `course_lib.quantization.quantize_model`
-        (whose llm-int8 is stored as int8), the last four by the latter alone; ``-double`` quantises the constants again. The
-        output head, embeddings, norms, biases and stacked expert tensors stay in `dtype`. If neither this nor `dtype` is given,
-        a configuration that says that bitsandbytes stored the checkpoint decides.
+        (whose llm-int8 is stored as int8), bfloat16 to int2 by the latter alone; ``-double`` quantises the constants again. The
+        output head, embeddings, norms, biases and stacked expert tensors stay in `dtype`. The last two are how checkpoints are
+        published: fp8 converts linear layers and experts, in blocks of 128 by 128, mxfp4 the experts alone. If neither this nor
+        `dtype` is given, what the configuration says of its checkpoint decides.
     batch_size : int
         Sequences at a time.
     prompt_tokens, new_tokens : int
@@ -222,7 +256,7 @@ def estimate(
         As for `count_parameters`.
     ValueError
         If a name or number is not accepted; the message says which are. If the configuration says that its checkpoint is
-        quantised in another way (GPTQ, AWQ, FP8, MXFP4, ...) and neither `dtype` nor `quantization` is given. If
+        quantised in another way (GPTQ, AWQ, ...) and neither `dtype` nor `quantization` is given. If
         `kv_cache_bytes` raises.
 
     Notes
@@ -231,7 +265,8 @@ def estimate(
 
     *Quantisation constants*: int8 has one float32 per row, 4 bit one float32 per 64 weights, double quantisation one byte
     per 64 weights, a float32 per 256 of those and one float32 per matrix. int4, int3 and int2 have one float32 per 64 weights
-    of a row, and for the rest of it; the table of levels that bitsandbytes keeps with each matrix, up to 1 KiB, is left out.
+    of a row, and for the rest of it; fp8 has one float32 per block, mxfp4 a byte per 32 weights of a row. The table of levels
+    that bitsandbytes keeps with each matrix, up to 1 KiB, is left out.
 
     *Activations*: the larger of one layer's pass over the prompt, two residual streams and three tensors of the widest
     matrix's input width (for experts, of all active ones), and the last position's logits with their float32 copy, which
@@ -242,7 +277,8 @@ def estimate(
     the largest matrix, one of 16 and one of 32 bit, 6 bytes per weight. That is what bitsandbytes needs for float16
     inputs, as its compute type is float32 unless another is asked for; with bfloat16 or float32 inputs it makes one copy,
     and newer versions multiply small inputs without any. bfloat16 to int2 have what dequantising the largest matrix takes
-    `course_lib.quantization.QuantizedLinear`, which needs less where it multiplies few rows by the codes themselves.
+    `course_lib.quantization.QuantizedLinear`, which needs less where it multiplies few rows by the codes themselves. fp8 and mxfp4
+    have none: kernels for them multiply the codes. Where there is no such kernel, copies come on top.
     """
     if _choice(attention, "attention", ATTENTIONS) is None:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got None")
@@ -267,9 +303,18 @@ def estimate(
 def own_storage(model: Model, dtype: Any, quantization: str | None) -> tuple[str, str | None]:
     """Data type and scheme of the weights: those asked for, else what the configuration says of its checkpoint."""
     _choice(quantization, "quantization", QUANTIZATIONS)
+    if quantization in PUBLISHED and not _converts(model, quantization):
+        kinds = " and ".join(converted_kinds(quantization))
+        raise ValueError(
+            f"{model.fields.label}: quantization is {quantization!r}, which converts {kinds} only, and it has none"
+        )
     if dtype is not None:
         return dtype_name(dtype, accepted=WEIGHT_DTYPES), quantization
     return _own_dtype(model), quantization or _own_quantization(model)
+
+
+def _converts(model: Model, quantization: str) -> bool:
+    return any(w.kind in converted_kinds(quantization) for w in model.weights)
 
 
 def _own_dtype(model: Model) -> str:
@@ -281,11 +326,12 @@ def _own_dtype(model: Model) -> str:
 
 
 def _own_quantization(model: Model) -> str | None:
-    """The scheme in which bitsandbytes stored a checkpoint; other ways of storing one are refused."""
+    """The scheme in which a checkpoint is stored; those that are not counted are refused."""
     for _, value in model.stated("quantization_config", "compression_config", "quantization"):
         spec = value if isinstance(value, Mapping) else value.to_dict() if hasattr(value, "to_dict") else {"": value}
         method = str(getattr(spec.get("quant_method"), "value", spec.get("quant_method") or ""))
         skipped = set(spec.get("llm_int8_skip_modules") or ()) - {"lm_head"}
+        skipped |= {name for name in spec.get("modules_to_not_convert") or () if not _KEPT.search(name)}
         if method in ("bitsandbytes", "") and {"load_in_8bit", "load_in_4bit"} & set(spec) and not skipped:
             if spec.get("load_in_8bit"):
                 return "int8"
@@ -293,6 +339,10 @@ def _own_quantization(model: Model) -> str | None:
                 double = "-double" * bool(spec.get("bnb_4bit_use_double_quant"))
                 return _choice(f"{spec.get('bnb_4bit_quant_type') or 'fp4'}{double}", "quantization", BITSANDBYTES)
             continue
+        if method == "fp8" and list(spec.get("weight_block_size") or ()) == [128, 128] and not skipped:
+            return method
+        if method == "mxfp4" and _converts(model, method):  # which converts experts, whatever else is named as skipped
+            return method
         if spec:
             bits = next((spec[name] for name in ("bits", "w_bit", "weight_bits") if spec.get(name)), None)
             how = (method or "quantised weights") + (f" {bits} bit" if bits else "")

@@ -142,7 +142,7 @@ def quantise(work: Workload, run: Run, best: Run, goal: str) -> str:
     counted = "is counted here" if work.batch > FEW_ROWS else "would come with more"
     return told + (
         f" Kernels multiply up to {FEW_ROWS} rows by 4-bit codes as they are; turning weights back first, which {counted}, writes and reads "
-        f"{work.size}-byte copies: 2 × {work.size} × {work.linear:,} bytes / {work.card.bandwidth_bytes_per_second:,} bytes/s = "
+        f"{work.size}-byte copies: 2 × {work.size} × {work.converted('nf4'):,} bytes / {work.card.bandwidth_bytes_per_second:,} bytes/s = "
         f"{duration(copies / work.card.bandwidth_bytes_per_second)} a pass."
     )
 
@@ -192,7 +192,7 @@ def more_cards(work: Workload, run: Run, needed: int | None) -> str:
     told += "."
     if run.quantization:
         as_it_is = work.cards_needed(run.but(quantization=None))
-        told += f" With its weights as they are: {as_it_is} cards." * bool(as_it_is)
+        told += f" With weights in {work.dtype}: {as_it_is} cards." * bool(as_it_is)
     return told
 
 

@@ -11,7 +11,15 @@ from typing import Any, Literal
 from course_lib.memory.architecture import Cached
 from course_lib.memory.cards import Card
 from course_lib.memory.counting import Model
-from course_lib.memory.estimate import MemoryEstimate, estimate, layer_widths, own_storage, query_heads
+from course_lib.memory.estimate import (
+    PUBLISHED,
+    MemoryEstimate,
+    converted_kinds,
+    estimate,
+    layer_widths,
+    own_storage,
+    query_heads,
+)
 from course_lib.memory.step_cost import StepCost, step_cost
 from course_lib.memory.units import DTYPE_BITS, format_gib, whole
 
@@ -239,12 +247,12 @@ class Workload:
 
     def copies(self, run: Run, rows: int) -> int:
         """Return the bytes that a pass moves which turns 4-bit weights back before multiplying many rows."""
-        return 2 * self.size * self.linear if rows > FEW_ROWS and run.quantization not in (None, "int8") else 0
+        turned_back = run.quantization not in (None, "int8", *PUBLISHED)
+        return 2 * self.size * self.converted("nf4") if rows > FEW_ROWS and turned_back else 0
 
-    @cached_property
-    def linear(self) -> int:
-        """Weights that a quantiser converts."""
-        return sum(w.size * n for w, n in self.counted.weights.items() if w.kind == "linear")
+    def converted(self, quantization: str) -> int:
+        """Return the number of weights that a scheme converts."""
+        return sum(w.size * n for w, n in self.counted.weights.items() if w.kind in converted_kinds(quantization))
 
     def scores_traffic(self, run: Run, batch: int, tokens: int) -> int:
         """Return the bytes of scores that ordinary attention moves in a pass over `tokens` tokens."""
@@ -314,12 +322,14 @@ class Workload:
         bits = 8 * self.size
         if quantization is None:
             return f"{self.counted.parameters:,} values × {bits} bits / 8"
-        code = DTYPE_BITS.get(quantization.removesuffix("-double"), bits)
-        stored = f"({self.linear:,} × {code} bits + {self.counted.parameters - self.linear:,} × {bits} bits) / 8"
+        published, codes = PUBLISHED.get(quantization), self.converted(quantization)
+        code = published.bits if published else DTYPE_BITS.get(quantization.removesuffix("-double"), bits)
+        scale = published.scale_bytes if published else 4
+        stored = f"({codes:,} × {code} bits + {self.counted.parameters - codes:,} × {bits} bits) / 8"
         constants = self.estimate(Run(quantization=quantization), 1).quantization_constants
         return (
-            f"{stored} + 4 bytes × {constants // 4:,} scales"
-            if constants % 4 == 0
+            f"{stored} + {scale} bytes × {constants // scale:,} scales"
+            if constants % scale == 0
             else f"{stored} + {constants:,} bytes"
         )
 

@@ -132,7 +132,7 @@ def test_fewer_cards_than_needed_do_not_hold_it():
     before = found.steps[-2]
     assert not before.fits
     assert f"needs {many.cards} cards" in found.summary
-    assert "With its weights as they are: 5 cards" in found.row(2).reason
+    assert "With weights in bfloat16: 5 cards" in found.row(2).reason
 
 
 def test_without_room_for_activations_no_number_of_cards_helps():
@@ -211,6 +211,18 @@ def test_a_quantised_checkpoint_is_not_quantised_again():
     found = advise(MIXTRAL | {"quantization_config": stored}, gpu="H100 SXM", context=100)
     assert found.row(1).verdict == "already so"
     assert found.start.memory < advise(MIXTRAL, gpu="H100 SXM", context=100).start.memory
+
+
+@pytest.mark.parametrize(("model", "scheme"), [("deepseek-v3", "fp8"), ("gpt-oss-20b", "mxfp4")])
+def test_a_checkpoint_published_in_few_bits_counts_as_published(model, scheme):
+    found = advise(model, gpu="H200", context=8_000, batch_size=32, goal="throughput")
+    assert found.row(1).verdict == "already so"
+    assert scheme in found.row(1).reason
+    stored = estimate(model)
+    weights = next(line for line in found.start.arithmetic if line.startswith("weights"))
+    assert f"= {stored.weights + stored.quantization_constants:,} bytes" in weights
+    assert f"{4 if scheme == 'fp8' else 1} bytes × " in weights
+    assert not any("turned back" in line for step in found.steps for line in step.arithmetic)
 
 
 @pytest.mark.parametrize(

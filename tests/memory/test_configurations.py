@@ -190,8 +190,12 @@ def test_only_types_that_fit_the_place_are_listed_and_taken() -> None:
     ("stored", "says"),
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq 4 bit"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "fp8"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["q_proj"]},
+            "fp8 except q_proj",
+        ),
+        ({"quant_method": "mxfp4"}, "mxfp4"),  # of a model without experts
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["q_proj"]}, "except q_proj"),
     ],
 )
@@ -222,6 +226,64 @@ def test_a_checkpoint_stored_in_a_way_not_counted_is_refused_unless_told_how(
 )
 def test_what_bitsandbytes_stored_is_counted_as_such(stored: dict[str, Any], scheme: str | None) -> None:
     assert estimate(LLAMA | {"quantization_config": stored}) == estimate(LLAMA, quantization=scheme)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama"},
+        {"model_type": "qwen3_moe", "moe_intermediate_size": 136, "num_experts": 8, "num_experts_per_tok": 2},
+        {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 136,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 100,
+            "kv_lora_rank": 72,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+        },
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_fp8_takes_what_transformers_layers_for_it_hold(fields: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    odd = {"vocab_size": 500, "hidden_size": 320, "intermediate_size": 500, "num_hidden_layers": 3, "head_dim": 64}
+    fields = {**odd, "num_attention_heads": 4, "num_key_value_heads": 2, **fields}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
+    model = replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config())
+    routers = "mlp.gate.weight"  # some versions hold them in float32; checkpoints do not
+    held = sum(p.numel() * (2 if n.endswith(routers) else p.element_size()) for n, p in model.named_parameters())
+    scales = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("scale_inv"))
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
+    found = estimate(fields | {"quantization_config": stored})
+    assert (found.weights, found.quantization_constants) == (held - scales, scales)
+    assert scales > 0
+    assert found == estimate(fields, quantization="fp8")
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 13_761_264_768), ("gpt-oss-120b", 65_248_815_744)])
+def test_mxfp4_takes_what_the_published_checkpoints_do(name: str, published: int) -> None:
+    """The total size that their files' index states."""
+    found = estimate(name)
+    assert found.weights + found.quantization_constants == published
+    assert estimate(name, dtype="bfloat16").weights == 2 * count_parameters(name)
+
+
+def test_a_scheme_for_experts_is_refused_for_a_model_without() -> None:
+    with pytest.raises(
+        ValueError, match=r"^model 'llama-2-7b': quantization is 'mxfp4', which converts experts only, and it has none$"
+    ):
+        estimate("llama-2-7b", quantization="mxfp4")
 
 
 def test_a_configuration_object_says_how_it_is_stored_too() -> None:
