@@ -6,7 +6,7 @@ ENVIRONMENT = $(PYTHON) book/scripts/environment.py
 SPREAD = OMP_NUM_THREADS=1
 TWO = --numprocesses 2 --dist loadfile
 
-.PHONY: help env model book test unit nbval lint compat lab notebooks compile bench gpu clean
+.PHONY: help env model book test unit nbval lint compat lab exercises notebooks compile bench gpu clean
 
 help:  ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,6 +45,10 @@ compat: ## the unit tests with the oldest supported versions, in an environment 
 
 lab: model  ## open JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir notebooks
+
+exercises: model  ## open the exercises in JupyterLab without solutions; answers stay in my-exercises
+	@test -d my-exercises || $(BIN)/course exercises release my-exercises
+	@$(BIN)/jupyter lab --notebook-dir my-exercises
 
 notebooks: model  ## run every notebook and store its outputs in the file, ready to commit
 	@$(BIN)/python book/scripts/build.py notebooks

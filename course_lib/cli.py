@@ -67,7 +67,8 @@ def vram(
         found = estimate(model, **wanted)
     except ValueError as error:
         raise ValueError(_with_options(str(error))) from None
-    chosen = [card for card in cards() if gpu is None or gpu.lower() in card.name.lower()]
+    named = (gpu or "").lower()
+    chosen = [card for card in cards() if card.name.lower() == named] or [c for c in cards() if named in c.name.lower()]
     if not chosen:
         raise ValueError(f"--gpu is {gpu!r}; known cards are {', '.join(card.name for card in cards())}")
     if as_json:
@@ -83,7 +84,9 @@ def _with_options(message: str) -> str:
     options = {"prompt_tokens": "--context", "batch_size": "--batch", "new_tokens": "--new-tokens"}
     same = ("gpu", "context", "goal", "prefill_chunk", "prompts", "max_new_tokens", "concurrency", "timeout")
     options |= {name: f"--{name.replace('_', '-')}" for name in same}
-    return re.sub(rf"\b({'|'.join(options)})\b", lambda found: options[found[0]], message)
+    words = "dtype|quantization|attention|kv_cache_dtype"  # which messages use in other senses, too
+    named = rf"(?<![\w./'])(?:(?:{'|'.join(options)})\b|(?:{words})(?==| is | must ))"
+    return re.sub(named, lambda found: options.get(found[0], f"--{found[0].replace('_', '-')}"), message)
 
 
 def _print_estimate(model: str, found: MemoryEstimate, cards: list[tuple[str, int]]) -> None:
@@ -206,15 +209,18 @@ def endpoint(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts.")] = False,
 ) -> None:
     """Send prompts to a server, and compare its text and speed with ours. A key is read from COURSE_API_KEY."""
-    from course_lib.integrations.endpoint import PROMPTS, answer_ourselves, ask, report
+    from course_lib.integrations.endpoint import PROMPTS, answer_ourselves, ask, check_request, report
+    from course_lib.models import load
 
     lines = list(PROMPTS) if prompts is None else [line for line in prompts.read_text("utf-8").splitlines() if line]
     sizes = {"max_new_tokens": max_new_tokens, "concurrency": concurrency}
     try:
-        theirs = ask(url, model, lines, timeout=timeout, **sizes)
+        check_request(url, lines, timeout=timeout, **sizes)
+        loaded = load(ours, as_decoder=True) if compare else None  # before a server answers in vain
     except ValueError as error:
-        raise ValueError(_with_options(str(error))) from None
-    own, where = answer_ourselves(ours, lines, **sizes) if compare else (None, None)
+        raise ValueError(re.sub(r"^name\b", "--ours", _with_options(str(error)))) from None
+    theirs = ask(url, model, lines, timeout=timeout, **sizes)
+    own, where = answer_ourselves(loaded, lines, **sizes) if loaded else (None, None)
     found = report(theirs, own)
     if as_json:
         print(json.dumps({"url": url, "model": model, **sizes, "our_model": ours, "where": where, **found}, indent=2))

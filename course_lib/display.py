@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Sequence
 from textwrap import dedent
 
-#: Jupyter Book finds glued values under this prefix; nothing renders it, so a notebook shows nothing.
+#: Jupyter Book finds glued values under this prefix, which nothing renders, and drops what else comes with them.
 _HIDDEN = "application/papermill.record/"
 
 
 def glue(**values: object) -> None:
     """Hand computed values to the prose: ``glue(peak="28.95 GiB")`` is what ``{glue:text}`peak``` prints in the book.
+
+    A notebook, where the prose has only the names, shows ``peak = 28.95 GiB``.
 
     Parameters
     ----------
@@ -21,10 +23,12 @@ def glue(**values: object) -> None:
     """
     from IPython.display import display
 
+    shown = {"text/plain": "\n".join(f"{name} = {value}" for name, value in values.items())}
     for name, value in values.items():
         metadata = {"scrapbook": {"name": name, "mime_prefix": _HIDDEN}}
         # Quoted, because the book evaluates what it can: a bare 1,480 would come out as the pair (1, 480).
-        display({f"{_HIDDEN}text/plain": repr(str(value))}, raw=True, metadata=metadata)
+        display({f"{_HIDDEN}text/plain": repr(str(value)), **shown}, raw=True, metadata=metadata)
+        shown = {}  # once, for all of them
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str = "") -> str:

@@ -87,7 +87,13 @@ def _card() -> list[Finding]:
         built = (
             "this PyTorch is a CPU build" if torch.version.cuda is None else "PyTorch sees no card (nvidia-smi tells)"
         )
-        return [Finding("CUDA card", False, f"{built}; everything runs on the CPU, GPU figures are recorded ones")]
+        return [
+            Finding(
+                "CUDA card",
+                False,
+                f"{built}; everything runs on the CPU, and what needs a card shows recorded results or says that there are none",
+            )
+        ]
     capability = torch.cuda.get_device_capability(0)
     free, total = torch.cuda.mem_get_info(0)
     card = f"{torch.cuda.get_device_name(0)}, {free / 2**30:.2f} of {total / 2**30:.2f} GiB free"

@@ -53,10 +53,10 @@ def test_table_shows_every_part_and_every_card_without_torch():
 
 
 def test_json_adds_up_and_answers_for_one_card():
-    found = json.loads(course("vram", "llama-2-13b", "--context", "2048", "--gpu", "t4", "--json").stdout)
+    found = json.loads(course("vram", "llama-2-13b", "--context", "2048", "--gpu", "l4", "--json").stdout)
     parts = ("weights", "quantization_constants", "kv_cache", "activations", "workspace")
     assert found["total"] == sum(found[part] for part in parts)
-    assert found["fits"] == {"T4": False}
+    assert found["fits"] == {"L4": False}  # and no L40S
 
 
 def test_advice_names_rows_steps_and_arithmetic_without_torch():
@@ -79,6 +79,7 @@ def test_advice_as_json_is_the_librarys():
         (["advise", "octocoder", "--gpu", "A100", "--context", "9"], ["--gpu", "A100 40GB"]),
         (["advise", "octocoder", "--gpu", "T4", "--context", "1"], ["--context", "at least 2"]),
         (["advise", "octocoder", "--gpu", "T4", "--context", "9", "--goal", "fun"], ["--goal", "latency", "fun"]),
+        (["advise", "octocoder", "--gpu", "T4", "--context", "9", "--goal", "gpu"], ["got 'gpu'"]),
         (["advise", "octocoder", "--gpu", "T4"], ["--context"]),
         (["vram", "nonsense"], ["nonsense", "octocoder"]),
         (["vram", "octocoder", "--context", "-1"], ["--context", "-1"]),
@@ -87,9 +88,11 @@ def test_advice_as_json_is_the_librarys():
         (["bench", "--results", f"{__file__}/x"], ["test_cli.py"]),
         (["vram", "octocoder", "--context", "many"], ["--context", "integer"]),
         (["vram", "octocoder", "--batch", "0"], ["--batch", "0"]),
-        (["vram", "octocoder", "--dtype", "float17"], ["float17", "bfloat16"]),
-        (["vram", "octocoder", "--quantization", "int5"], ["int5", "int8"]),
-        (["vram", "octocoder", "--attention", "magic"], ["magic", "flash"]),
+        (["vram", "octocoder", "--dtype", "float17"], ["--dtype must", "float17", "bfloat16", "torch.dtype"]),
+        (["vram", "octocoder", "--quantization", "int5"], ["--quantization must", "int5", "int8"]),
+        (["vram", "octocoder", "--quantization", "mxfp4"], ["--quantization is 'mxfp4'"]),
+        (["vram", "octocoder", "--kv-cache-dtype", "int3"], ["--kv-cache-dtype must", "int3"]),
+        (["vram", "octocoder", "--attention", "magic"], ["--attention must", "magic", "flash"]),
         (["vram", "octocoder", "--gpu", "abacus"], ["abacus", "T4"]),
         (["models", "fetch", "nonsense"], ["nonsense", "smollm2-135m"]),
         (["train", "rop"], ["rop", "rope"]),

@@ -245,6 +245,12 @@ def test_chapter_has_the_required_sections(notebook):
     assert "machine.choose()" in "\n".join(code(notebook)[:2]), "the chapter must say what it runs on"
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_chapter_asks_for_as_many_minutes_as_its_exercises(notebook):
+    minutes = re.findall(r"· (\d+) minutes ·", prose(notebook.parent / "exercises" / notebook.name))
+    assert f", {sum(map(int, minutes))} more for the graded exercises." in prose(notebook)
+
+
 @pytest.mark.parametrize("notebook", ALL_NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_outputs_are_complete_and_free_of_noise(notebook):
     stored = json.loads(notebook.read_text(encoding="utf-8"))

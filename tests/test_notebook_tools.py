@@ -96,17 +96,18 @@ def test_a_column_that_holds_a_sentence_is_set_apart_from_numbers():
     assert display.table(["a", "b"], []).count("<th") == 2 + 1  # and the head itself
 
 
-def test_glued_number_is_found_by_the_book_and_shown_by_nothing(shown):
+def test_glued_numbers_are_found_by_the_book_and_shown_by_a_notebook_alone(shown):
     from myst_nb.core.variables import format_plain_text
 
     display.glue(peak="28.95 GiB", tokens=f"{1480:,}", count=7)
     for (data, metadata), name, text in zip(
         shown, ("peak", "tokens", "count"), ("28.95 GiB", "1,480", "7"), strict=True
     ):
-        ((mime, value),) = data.items()
-        assert mime == "application/papermill.record/text/plain"
-        assert format_plain_text(value, "s") == text
+        assert format_plain_text(data["application/papermill.record/text/plain"], "s") == text
         assert metadata["scrapbook"]["name"] == name
+        assert metadata["scrapbook"]["mime_prefix"]  # by which the book drops the output itself
+    assert shown[0][0]["text/plain"] == "peak = 28.95 GiB\ntokens = 1,480\ncount = 7"
+    assert not any("text/plain" in data for data, _ in shown[1:])
 
 
 def test_calculator_moves_with_a_kernel_and_teaches_without(shown):

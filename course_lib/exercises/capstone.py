@@ -156,11 +156,12 @@ def random_fit(rng: Random, fits: bool = True) -> tuple[dict[str, int], PLAN, in
         rng.choice([64, 80, 128]),
         rng.choice([2, 4, 5]),
     )
-    hidden = kv_heads * group * head_dim
+    # Large, so that the two matrices which are not rounded weigh more than a chat.
+    hidden, vocab = kv_heads * group * head_dim, rng.choice([128_000, 152_000, 256_000])
     model = {
         "linear": layers * hidden * hidden * 12,
-        "head": 32_000 * hidden,
-        "embedding": 32_000 * hidden,
+        "head": vocab * hidden,
+        "embedding": vocab * hidden,
         "layers": layers,
         "hidden": hidden,
         "heads": kv_heads * group,
@@ -168,7 +169,8 @@ def random_fit(rng: Random, fits: bool = True) -> tuple[dict[str, int], PLAN, in
     }  # fmt: skip
     block = rng.choice([16, 32, 64])
     plan = {
-        "weight_bits": rng.choice([4.5, 8.0, 3.5]),
+        # With 8, rounding embedding and head would weigh as much as leaving one of them out.
+        "weight_bits": rng.choice([3.5, 4.5, 5.5]),
         "kv_heads": kv_heads,
         "cache_bits": rng.choice([8.5, 4.5]),
         "block": block,
@@ -212,6 +214,12 @@ def fit_mistakes(model: dict[str, int], plan: PLAN, card_bytes: int, tokens: int
             model, plan, card_bytes, max(1, tokens // plan["block"] * plan["block"])
         ),
         "Embedding and output head are rounded too: they stay in two bytes.": _fit(*inputs, weights=every),
+        "Embedding table or output head is left out: both lie on the card, in two bytes.": _fit(
+            *inputs, weights=right - 2 * model["embedding"]
+        ),
+        "Neither embedding table nor output head is counted: both lie on the card, in two bytes.": _fit(
+            *inputs, weights=right - 2 * (model["head"] + model["embedding"])
+        ),
         "The weights are forgotten: they lie on the card beside the cache.": _fit(*inputs, weights=0.0),
         "The matrices are counted as if every query head had keys and values of its own: fewer heads make two of them smaller.": _fit(
             *inputs, weights=all_heads
@@ -277,6 +285,8 @@ def step_mistakes(model: dict[str, int], plan: PLAN, contexts: list[int], rates:
     cache = sum(contexts) * _token_bytes(model, plan)
     attention = 4 * model["layers"] * model["heads"] * model["head_dim"] * sum(contexts)
     once = computing - attention
+    spared = model["linear"] - _linear(model, plan["kv_heads"])
+    whole = [-(-context // plan["block"]) * plan["block"] for context in contexts]
     return {
         "Reading and arithmetic are added: they overlap, and the longer of the two counts.": rates["overhead"]
         + reading / rates["bandwidth"]
@@ -296,6 +306,18 @@ def step_mistakes(model: dict[str, int], plan: PLAN, contexts: list[int], rates:
         ),
         "Attention works for every query head: grouped heads save reading, not arithmetic.": _roofline(
             reading, once + attention * plan["kv_heads"] / model["heads"], rates
+        ),
+        "Attention has two products, scores and the sum of values; one of them is counted.": _roofline(
+            reading, once + attention / 2, rates
+        ),
+        "The matrices are counted as if every query head had keys and values of its own: fewer heads make two of them smaller.": _roofline(
+            reading + spared * plan["weight_bits"] / 8, computing + 2 * len(contexts) * spared, rates
+        ),
+        "Contexts are rounded up to whole blocks: these take room, but a step reads the tokens that are there.": _roofline(
+            _traffic(model, plan, whole), _work(model, plan, whole), rates
+        ),
+        "The weights' operations are counted once: one reading serves the batch, but each request's token meets every weight.": _roofline(
+            reading, once / len(contexts) + attention, rates
         ),
         "The cache is not read: every step reads all of it.": _roofline(reading - cache, computing, rates),
         "The arithmetic of one request is counted: each has its own.": _roofline(reading, computing / len(contexts), rates),

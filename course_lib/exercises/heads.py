@@ -169,7 +169,9 @@ def watched(attend: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: tor
     return output, int(mode.found)
 
 
-AttendFault = Literal["", "apart", "first", "scale", "top", "open", "mean", "queries", "mixed"]
+AttendFault = Literal[
+    "", "apart", "first", "scale", "top", "open", "mean", "queries", "mixed", "stretched", "tiled"
+]  # fmt: skip
 ATTEND_FAULTS: dict[str, AttendFault] = {
     "Query heads go round the key-value heads in turn: neighbouring query heads share one.": "apart",
     "All query heads read the first key-value head: each group has its own.": "first",
@@ -179,6 +181,10 @@ ATTEND_FAULTS: dict[str, AttendFault] = {
     "The query heads of a group are averaged: each asks for itself, and gives an output of its own.": "mean",
     "Weights are normalised over the queries: those of one query sum to 1 over its keys.": "queries",
     "The outputs of the groups are interleaved: a head's output stands where its query did.": "mixed",
+    "The mask is repeated in the wrong order: where rows stand head after head, repeat the whole mask (`repeat`), not each of its "
+    "rows (`repeat_interleave`).": "stretched",
+    "The mask is repeated in the wrong order: where rows stand token after token, repeat each of the mask's rows "
+    "(`repeat_interleave`), not the whole (`repeat`).": "tiled",
 }
 
 
@@ -195,6 +201,11 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fault: AttendFau
         q = in_groups(q).mean(2).repeat_interleave(heads // groups, 1)
     scores = q @ k[:, served].mT * (1.0 if fault == "scale" else head_dim**-0.5)
     sees = torch.ones(query_len, kv_len, dtype=torch.bool).tril(0 if fault == "top" else kv_len - query_len)
+    if fault in ("stretched", "tiled"):
+        size = heads // groups
+        after_head = sees.repeat_interleave(size, 0).view(size, query_len, kv_len)
+        after_token = sees.repeat(size, 1).view(query_len, size, kv_len).transpose(0, 1)
+        sees = (after_head if fault == "stretched" else after_token).repeat(groups, 1, 1)
     if fault != "open":
         scores = scores.masked_fill(~sees, -torch.inf)
     output = scores.softmax(2 if fault == "queries" else -1) @ v[:, served]

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from course_lib.exercises import checks
+
 
 def _draw(rng: Random) -> torch.Generator:
     return torch.Generator().manual_seed(rng.getrandbits(60))
@@ -55,6 +57,9 @@ def idle_mistakes(seconds: Sequence[float], micro_batches: int) -> dict[str, flo
         "Stages are taken to be equally fast, as their mean: the slowest sets the pace.": idle(
             sum(seconds) + (micro_batches - 1) * sum(seconds) / stages
         ),
+        "The last stage is taken to set the pace: the slowest does, wherever it stands.": idle(
+            sum(seconds) + (micro_batches - 1) * seconds[-1]
+        ),
         "Every stage is taken to be as slow as the slowest: a micro-batch goes on as soon as the next stage is free.": idle(
             (stages + micro_batches - 1) * slowest
         ),
@@ -95,6 +100,29 @@ def partial(network: Network, rank: int, ranks: int) -> torch.Tensor:
     return whole(x, gate[share], up[share], down[:, share], bias if rank == 0 else 0 * bias)
 
 
+#: Said where a student's matrices do not meet. A dict, so that feedback knows the sentence.
+MEET = {
+    "PyTorch stops your function with an error, most often for shapes that do not match. If you cut `down` by its rows, it still "
+    "wants all numbers in between: cut its columns, which are its inputs.": None
+}
+
+
+def answered(partial: Callable[..., Any], network: Network, rank: int, ranks: int, case: str | None = None) -> Any:
+    """Return what a function under test computes for one rank.
+
+    Raises
+    ------
+    WrongAnswer
+        If PyTorch stops it, as where shapes do not match.
+    """
+    try:
+        return partial(*network, rank, ranks)
+    except RuntimeError as error:
+        if isinstance(error, (NotImplementedError, RecursionError)):
+            raise
+        raise checks.WrongAnswer(f"For {case or checks.CASE_YOU_CANNOT_SEE} {next(iter(MEET))}") from error
+
+
 def partial_mistakes(network: Network, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Return what mistakes in cutting a network lead to."""
     x, gate, up, down, bias = network
@@ -106,6 +134,9 @@ def partial_mistakes(network: Network, rank: int, ranks: int) -> dict[str, torch
     return {
         "Every rank adds the bias, so the sum has it once a rank: one of them adds it.": whole(
             x, gate[share], up[share], down[:, share], bias
+        ),
+        "Every rank adds its part of the bias: the sum is right, but the task leaves all of it to rank 0.": whole(
+            x, gate[share], up[share], down[:, share], bias / ranks
         ),
         "The bias is missing: rank 0 adds it.": whole(x, gate[share], up[share], down[:, share], 0 * bias),
         "Every rank computes the whole, so the sum is too large by as many times as there are ranks.": whole(*network),
@@ -348,7 +379,10 @@ def looked_up(ids: Sequence[int], ngram: int, most: int, fault: str = "") -> tor
 def lookup_mistakes(ids: Sequence[int], ngram: int, most: int) -> dict[str, torch.Tensor]:
     """Return what mistakes about a draft out of the text lead to."""
     faulty = {why: looked_up(ids, ngram, most, fault) for why, fault in LOOKUP_FAULTS.items()}
-    # What `torch.tensor` makes of an empty list.
-    return faulty | {
-        "Nothing follows what was found, for it is the text's end: look for an earlier place.": torch.tensor([])
-    }
+    floats = torch.tensor([])  # what `torch.tensor` makes of an empty list
+    if not len(looked_up(ids, ngram, most)):
+        return faulty | {
+            "An empty tensor of integers is needed, `torch.tensor([], dtype=torch.long)`: without dtype it holds floats.": floats
+        }
+    none = " Or: ".join(why for why, draft in faulty.items() if not len(draft))
+    return faulty | {f"Nothing is drafted here. {none}": floats}

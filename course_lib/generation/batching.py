@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from course_lib.generation.loop import end_tokens
-from course_lib.generation.sampling import check_sampling, choose_tokens
+from course_lib.generation.sampling import check_sampling, choose_tokens, seeded
 from course_lib.generation.text import TextStream, check_stop
 from course_lib.kv_cache.packed import PackedCache, Row
-from course_lib.memory.units import whole
+from course_lib.memory.units import shown, whole
 from course_lib.models.decoder import DecoderLM
 
 
@@ -35,7 +35,8 @@ class Request:
     state : str
         ``"waiting"`` (also between a preemption and the next start), ``"running"``, ``"finished"`` or ``"cancelled"``.
     reason : str or None
-        Why it finished: ``"length"``, ``"eos"`` or ``"stop"``.
+        Why it finished: ``"length"``, ``"eos"`` or ``"stop"``; ``"nan"`` where its logits were no finite numbers, so that there is no
+        next token; ``"error"`` where its tokenizer raised an exception.
     preemptions : int
         How often its blocks were taken for one that came before it; what they held was then computed anew.
     """
@@ -161,6 +162,8 @@ class ContinuousBatcher:
 
     Raises
     ------
+    TypeError
+        If `model` is no language model.
     ValueError
         If a number is out of range, or the model is one that cannot run so.
 
@@ -190,6 +193,11 @@ class ContinuousBatcher:
         max_batch: int = 32,
         token_budget: int = 256,
     ) -> None:
+        if not isinstance(model, DecoderLM | PreTrainedModel):
+            raise TypeError(
+                f"model is of type {type(model).__name__}; a DecoderLM or a PreTrainedModel is needed, the first of the pair that "
+                "load(name) returns, (model, tokenizer)"
+            )
         self.model = model if isinstance(model, DecoderLM) else DecoderLM.from_transformers(model)
         self.max_batch = whole(max_batch, "max_batch", least=1)
         self.token_budget = whole(token_budget, "token_budget", least=1)
@@ -253,14 +261,18 @@ class ContinuousBatcher:
 
         Raises
         ------
+        TypeError
+            If `input_ids`, `tokenizer` or `on_token` is something else.
         ValueError
             If an argument is out of range, or the request needs more blocks or positions than there are.
         """
         prompt = _prompt(input_ids, self.model.config.vocab_size)
-        whole(max_new_tokens, "max_new_tokens", least=1)
+        max_new_tokens = whole(max_new_tokens, "max_new_tokens", least=1)
         check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         if check_stop(stop) and tokenizer is None:
             raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"on_token is {shown(on_token)}; a function of a token is needed")
         self._check_room(len(prompt), max_new_tokens)
         options = _Options(
             {
@@ -270,7 +282,7 @@ class ContinuousBatcher:
                 "min_p": min_p,
                 "repetition_penalty": repetition_penalty,
             },
-            None if seed is None else torch.Generator(device=self.model.device).manual_seed(seed),
+            seeded(seed, self.model.device),
             end_tokens(eos_token_id),
             None if tokenizer is None else TextStream(tokenizer, stop or ()),
             on_token,
@@ -282,6 +294,8 @@ class ContinuousBatcher:
     def cancel(self, request: Request) -> None:
         """End a request and free its blocks at once; its tokens stay. One that has ended is left as it is.
 
+        An exception of its tokenizer, which decodes the last of its text, leaves `cancel`; the request has ended even so.
+
         Raises
         ------
         ValueError
@@ -291,18 +305,19 @@ class ContinuousBatcher:
             return
         if request not in self.running and request not in self.waiting:
             raise ValueError(f"request is {request!r}, which is not one of this batcher's")
-        (self.running if request.state == "running" else self.waiting).remove(request)
         self._end(request, "cancelled")
+        if request._options.stream is not None:
+            request._options.stream.end()
 
     def step(self) -> list[NewToken]:
         """Run one forward pass, and return the tokens that it has chosen; nothing, where no request is left.
 
-        A step may choose no token, while it runs a part of a long prompt.
+        A step may choose no token, while it runs a part of a long prompt. An exception of a request's tokenizer ends that request, and
+        leaves `step` or `run` when the step is over; the next call goes on with the others.
         """
         self._tell()
         self.last_step = self._schedule()
         chosen = self._forward(self.last_step) if self.last_step else []
-        self._unheard.extend(new for new in chosen if new.request._options.on_token is not None)
         self._tell()
         return chosen
 
@@ -401,16 +416,32 @@ class ContinuousBatcher:
         self._steps += 1
         self._served += len(work)
         self._prefilled += prefilled
+        chosen: list[NewToken] = []
+        errors: list[Exception] = []
         for request, token in zip(writing, tokens, strict=True):
-            self._take(request, token)
-        return [NewToken(request, token) for request, token in zip(writing, tokens, strict=True)]
+            if token is None:
+                self._end(request, "finished", "nan")
+                continue
+            chosen.append(NewToken(request, token))
+            try:
+                self._take(request, token)
+            except Exception as error:  # the others go on
+                errors.append(error)
+        self._unheard.extend(new for new in chosen if new.request._options.on_token is not None)
+        if errors:
+            raise errors[0]
+        return chosen
 
-    def _choose(self, logits: torch.Tensor, writing: list[Request]) -> list[int]:
-        """Choose a token for each row of logits, ``[requests, vocab_size]``."""
-        tokens: list[int] = logits.argmax(-1).tolist()
+    def _choose(self, logits: torch.Tensor, writing: list[Request]) -> list[int | None]:
+        """Choose a token for each row of logits, ``[requests, vocab_size]``; None where they are no finite numbers."""
+        largest, most_likely = logits.max(-1)  # NaN is larger than all
+        finite = largest.isfinite().tolist()
+        tokens: list[int | None] = most_likely.tolist()
         for index, request in enumerate(writing):
             options = request._options
-            if not options.plain:
+            if not finite[index]:
+                tokens[index] = None
+            elif not options.plain:
                 previous = None
                 if options.sampling["repetition_penalty"] is not None:
                     previous = torch.tensor([[*request.prompt, *request.tokens]], device=logits.device)
@@ -419,21 +450,27 @@ class ContinuousBatcher:
         return tokens
 
     def _take(self, request: Request, token: int) -> None:
-        """Add a token to a request, and end it if that is the last."""
+        """Add a token to a request, and end it if that is the last, or if its tokenizer raises an exception."""
         self._tokens += 1
         request.tokens.append(token)
-        options = request._options
-        if options.stream is not None:
-            options.stream.push(token)
-        if token in options.ends:
-            request.reason = "eos"
-        elif options.stream is not None and options.stream.stopped:
-            request.reason = "stop"
-        elif len(request.tokens) == request.max_new_tokens:
-            request.reason = "length"
-        if request.reason is not None:
-            self.running.remove(request)
-            self._end(request, "finished")
+        ends, stream, reason = request._options.ends, request._options.stream, None
+        try:
+            if stream is not None:
+                stream.push(token)
+            if token in ends:
+                reason = "eos"
+            elif stream is not None and stream.stopped:
+                reason = "stop"
+            elif len(request.tokens) == request.max_new_tokens:
+                reason = "length"
+            if reason is not None and stream is not None:
+                stream.end()
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            if reason is not None:
+                self._end(request, "finished", reason)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -443,11 +480,10 @@ class ContinuousBatcher:
         self._preemptions += 1
         self.waiting.appendleft(request)
 
-    def _end(self, request: Request, state: str) -> None:
+    def _end(self, request: Request, state: str, reason: str | None = None) -> None:
+        (self.running if request.state == "running" else self.waiting).remove(request)
         self._release(request)
-        request.state = state
-        if request._options.stream is not None:
-            request._options.stream.end()
+        request.state, request.reason = state, reason
 
     def _release(self, request: Request) -> None:
         if request._row is not None:
@@ -487,7 +523,11 @@ def _prompt(input_ids: torch.Tensor | Sequence[int], vocab_size: int) -> tuple[i
             )
         found = tuple(row.tolist())
     else:
-        ids: Sequence[Any] = input_ids
+        ids: Any = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids  # also a NumPy array
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise TypeError(
+                f"input_ids is of type {type(input_ids).__name__}; a list or tensor of token ids is needed, as tokenizer(text).input_ids"
+            )
         if len(ids) == 1 and isinstance(ids[0], Sequence):
             ids = ids[0]
         found = tuple(whole(token, "input_ids") for token in ids)

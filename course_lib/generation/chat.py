@@ -75,7 +75,7 @@ class ChatSession:
                 f"tokenizer is a {type(tokenizer).__name__} without a chat template; one is needed to chat"
             )
         if max_tokens is not None:
-            whole(max_tokens, "max_tokens", least=1)
+            max_tokens = whole(max_tokens, "max_tokens", least=1)
         if cache is None:
             raise ValueError("cache is None; a conversation without one is `generate` with all messages")
         if cache == "static" and max_tokens is None:
@@ -117,7 +117,7 @@ class ChatSession:
             If the message with the system message alone is too long for `max_tokens`, or an option is not accepted; the session is
             then as it was.
         """
-        whole(max_new_tokens, "max_new_tokens", least=1)
+        max_new_tokens = whole(max_new_tokens, "max_new_tokens", least=1)
         messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}], max_new_tokens)
         options.setdefault("eos_token_id", self._end_tokens())
         stream = TextStream(self.tokenizer, options.get("stop") or ())

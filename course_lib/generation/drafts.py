@@ -92,7 +92,7 @@ def first_layers(model: DecoderLM, count: int) -> DecoderLM:
     A model that was not trained to leave early (Elhoushi et al. 2024, LayerSkip) guesses badly; `kernels/speculative_on_cpu.py`
     measures how badly.
     """
-    whole(count, "count", least=1)
+    count = whole(count, "count", least=1)
     if count > len(model.layers):
         raise ValueError(f"count is {count}; the model has {len(model.layers)} layers")
     config = copy.deepcopy(model.config)
@@ -186,8 +186,10 @@ def make_drafter(
     Raises
     ------
     TypeError, ValueError
-        If `draft` is neither a model nor a look-up, or of another vocabulary than the target.
+        If `draft` is neither a model nor a look-up, or of another vocabulary than the target, or if one of them cannot go back.
     """
+    for name, model in (("target", target), ("draft", draft)):
+        _check_goes_back(model, name)
     if isinstance(draft, PromptLookup):
         return LookupDrafter(draft)
     if not isinstance(draft, DecoderLM | PreTrainedModel):
@@ -196,3 +198,15 @@ def make_drafter(
     if theirs != ours:
         raise ValueError(f"draft has a vocabulary of {theirs} tokens and target one of {ours}; it must be the same")
     return ModelDrafter(Runner(draft, DynamicCache(draft.config)), sampling, generator)
+
+
+def _check_goes_back(model: Any, name: str) -> None:
+    """Refuse a model whose cache sums up all tokens in a state, which no crop of Transformers' takes back."""
+    if not getattr(model, "_is_stateful", False):
+        return
+    # Some of these families have members with attention alone.
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [None])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{name} is a {type(model).__name__}, whose recurrent state cannot give up rejected tokens; a model with attention alone is needed"
+        )

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from course_lib import kv_cache
-from course_lib.generation.sampling import check_sampling, choose_tokens
+from course_lib.generation.sampling import check_sampling, choose_tokens, seeded
 from course_lib.generation.text import TextStream, check_stop
 from course_lib.memory.meta import cache_argument
 from course_lib.memory.units import whole
@@ -124,24 +124,24 @@ def generate(
     object with the tokens it has taken by then.
     """
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    batch, length = check_prompts(input_ids, attention_mask, max_new_tokens)
+    batch, length, max_new_tokens = check_prompts(input_ids, attention_mask, max_new_tokens)
     found = end_tokens(eos_token_id)
     ends = torch.tensor(sorted(found), device=input_ids.device) if found else None
     if check_stop(stop) and tokenizer is None:
         raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop or ()) for _ in range(batch)]
+    generator = seeded(seed, input_ids.device)
     mask = _whole_mask(attention_mask, max_new_tokens)
     kept = make_cache(cache, model, length + max_new_tokens)
     past = _begin(kept, input_ids, attention_mask if mask is not None else None)
     if past >= length:
         raise ValueError(f"cache holds {past} tokens and input_ids {length}; at least one token must be new")
     if prefill_chunk is not None:
-        whole(prefill_chunk, "prefill_chunk", least=1)
+        prefill_chunk = whole(prefill_chunk, "prefill_chunk", least=1)
         if kept is None:
             raise ValueError(
                 f"prefill_chunk is {prefill_chunk} and cache None; a chunk needs a cache of those before it"
             )
-    generator = None if seed is None else torch.Generator(device=input_ids.device).manual_seed(seed)
 
     sequences = torch.empty(batch, length + max_new_tokens, dtype=torch.long, device=input_ids.device)
     sequences[:, :length] = input_ids
@@ -277,8 +277,10 @@ def _whole_text(stream: TextStream) -> str:
     return stream.text
 
 
-def check_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int) -> tuple[int, int]:
-    """Return batch and length of prompts.
+def check_prompts(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int
+) -> tuple[int, int, int]:
+    """Return batch and length of prompts, and how many tokens to add.
 
     Raises
     ------
@@ -293,7 +295,7 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; integers [batch, length] are needed, at least one"
         )
-    whole(max_new_tokens, "max_new_tokens", least=1)
+    max_new_tokens = whole(max_new_tokens, "max_new_tokens", least=1)
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
@@ -308,14 +310,25 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
                 "attention_mask hides a token behind a visible one; shorter prompts are filled up on the left"
             )
     batch, length = input_ids.shape
-    return batch, length
+    return batch, length, max_new_tokens
 
 
 def end_tokens(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-    """Return the tokens that end a text."""
+    """Return the tokens that end a text.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number.
+    """
     if eos_token_id is None:
         return frozenset()
-    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else map(int, eos_token_id))
+    found: list[Any]
+    try:
+        found = list(eos_token_id)  # type: ignore[arg-type]
+    except TypeError:  # a number, also one of NumPy or torch
+        found = [eos_token_id]
+    return frozenset(whole(token, "eos_token_id") for token in found)
 
 
 def _whole_mask(attention_mask: torch.Tensor | None, new: int) -> torch.Tensor | None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
-from course_lib.memory.units import whole
+from course_lib.memory.units import shown, whole
+
+#: Options nearer to 0, or to infinity, are taken for this one, which draws the same: float32 could not hold what they make of logits.
+EXTREME = 1e20
 
 
 def check_sampling(
@@ -21,21 +27,36 @@ def check_sampling(
     ValueError
         With the option's name.
     """
-    if not 0 <= temperature < float("inf"):
+    if not 0 <= _number(temperature) < float("inf"):
         raise ValueError(
-            f"temperature is {temperature!r}; 0 (the most likely token) or a finite number above is needed"
+            f"temperature is {shown(temperature)}; 0 (the most likely token) or a finite number above is needed"
         )
     if top_k is not None:
         whole(top_k, "top_k", least=1)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p!r}; a number above 0 and at most 1 is needed")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p is {min_p!r}; a number from 0 to 1 is needed")
-    if repetition_penalty is not None and not 0 < repetition_penalty < float("inf"):
-        raise ValueError(f"repetition_penalty is {repetition_penalty!r}; a finite number above 0 is needed, 1 for none")
+    if top_p is not None and not 0 < _number(top_p) <= 1:
+        raise ValueError(f"top_p is {shown(top_p)}; a number above 0 and at most 1 is needed")
+    if min_p is not None and not 0 <= _number(min_p) <= 1:
+        raise ValueError(f"min_p is {shown(min_p)}; a number from 0 to 1 is needed")
+    if repetition_penalty is not None and not 0 < _number(repetition_penalty) < float("inf"):
+        raise ValueError(
+            f"repetition_penalty is {shown(repetition_penalty)}; a finite number above 0 is needed, 1 for none"
+        )
     for name, option in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if option is not None and temperature == 0:
             raise ValueError(f"{name} is {option!r} and temperature 0, which always takes the most likely token")
+
+
+def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """Return a generator of draws that repeat, or None for draws that do not.
+
+    Raises
+    ------
+    ValueError
+        If torch takes no such seed.
+    """
+    if seed is None:
+        return None
+    return torch.Generator(device=device).manual_seed(whole(seed, "seed", least=-(2**63), most=2**64 - 1))
 
 
 def choose_tokens(
@@ -119,14 +140,16 @@ def token_chances(
     Tensor
         float32, ``[batch, vocab_size]``; a row sums to 1.
     """
-    logits = logits.float() / temperature
+    logits = logits.float()
     if top_k is not None and top_k < logits.shape[-1]:
         last = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < last, -torch.inf)
+    # The most likely token becomes 0, so that a low temperature makes none infinite but those that are out of the question.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / _bounded(temperature)
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         chances = ordered.softmax(dim=-1)
-        enough = chances.cumsum(dim=-1) - chances >= top_p  # what stands before a token suffices without it
+        enough = chances.cumsum(dim=-1) - chances >= _bounded(top_p)  # what stands before a token suffices without it
         logits = logits.masked_fill(enough.scatter(-1, order, enough), -torch.inf)
     chances = logits.softmax(dim=-1)
     if min_p:
@@ -135,9 +158,21 @@ def token_chances(
     return chances
 
 
+def _number(value: Any) -> float:
+    """Return a number, and NaN, which no range holds, for what is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+def _bounded(number: float) -> float:
+    return min(max(float(number), 1 / EXTREME), EXTREME)
+
+
 def _penalised(logits: torch.Tensor, previous: torch.Tensor, penalty: float) -> torch.Tensor:
     """Return logits in which tokens of the text so far are less likely, however often they stand there."""
-    vocab_size = logits.shape[-1]
+    vocab_size, penalty = logits.shape[-1], _bounded(penalty)
     # One column more, for what is no token, or has no logit.
     seen = logits.new_zeros(len(logits), vocab_size + 1, dtype=torch.bool)
     seen.scatter_(1, previous.where((previous >= 0) & (previous < vocab_size), vocab_size), True)

@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from course_lib.generation.drafts import PromptLookup, Runner, make_drafter
 from course_lib.generation.loop import check_prompts, end_tokens, make_cache, now
-from course_lib.generation.sampling import check_sampling, token_chances
+from course_lib.generation.sampling import check_sampling, seeded, token_chances
 from course_lib.kv_cache import PrefixCache, SlidingWindowCache
 from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
@@ -92,7 +92,7 @@ def expected_tokens(acceptance: float, draft_tokens: int) -> float:
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance is {acceptance!r}; a number from 0 to 1 is needed")
-    whole(draft_tokens, "draft_tokens")
+    draft_tokens = whole(draft_tokens, "draft_tokens")
     return float(sum(acceptance**place for place in range(draft_tokens + 1)))
 
 
@@ -215,7 +215,8 @@ def speculative_generate(
     TypeError
         If the draft is none of those.
     ValueError
-        If an argument is out of range, there is more than one text, or the vocabularies differ.
+        If an argument is out of range, there is more than one text, the vocabularies differ, or a model keeps a recurrent state, as
+        Mamba does, which cannot give up rejected tokens.
 
     Notes
     -----
@@ -224,20 +225,20 @@ def speculative_generate(
     tokens in groups. Chapter 12 derives the rule and measures what it saves.
     """
     check_sampling(temperature, top_k, top_p, min_p)
-    batch, length = check_prompts(input_ids, None, max_new_tokens)
+    batch, length, max_new_tokens = check_prompts(input_ids, None, max_new_tokens)
     if batch != 1:
         raise ValueError(
             f"input_ids has {batch} rows; one is needed, for rows would accept different numbers of tokens"
         )
     if draft_tokens != "adaptive":
-        whole(draft_tokens, "draft_tokens", least=1)
+        draft_tokens = whole(draft_tokens, "draft_tokens, where it is not 'adaptive',", least=1)
     if cache is None or isinstance(cache, SlidingWindowCache) or cache == "sliding_window":
         raise ValueError(
             f"cache is {cache if isinstance(cache, str | None) else type(cache).__name__!r}; one that shows each of several tokens what "
             "it would show it alone is needed"
         )
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if temperature else None
-    generator = None if seed is None else torch.Generator(device=input_ids.device).manual_seed(seed)
+    generator = seeded(seed, input_ids.device)
     drafter = make_drafter(draft, target, sampling, generator)
     ends = end_tokens(eos_token_id)
     kept: Any = make_cache(cache, target, length + max_new_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from course_lib.memory.units import shown
+
 #: What decoders write for bytes that are no character, or not one yet.
 REPLACEMENT = "\ufffd"
 
@@ -31,11 +33,17 @@ class TextStream:
 
     Raises
     ------
+    TypeError
+        If the tokenizer cannot decode.
     ValueError
         If a stop string is empty.
     """
 
     def __init__(self, tokenizer: Any, stop: str | Sequence[str] = ()) -> None:
+        if not callable(getattr(tokenizer, "decode", None)) or isinstance(tokenizer, bytes):
+            raise TypeError(
+                f"tokenizer is {shown(tokenizer)}; an object that decodes is needed, such as `load` returns"
+            )
         self._tokenizer = tokenizer
         self._stop = check_stop(stop)
         self._longest = max(map(len, self._stop), default=0)

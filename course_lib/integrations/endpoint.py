@@ -8,18 +8,22 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from course_lib.memory.units import whole
+from course_lib.memory.units import shown, whole
 
 #: The environment variable with the key that a server asks for; a key is never an argument, which other users of a machine can read.
 KEY = "COURSE_API_KEY"
+#: The longest timeout, in seconds; no system's sockets take one of 2**31 milliseconds.
+LONGEST = 1e6
 #: What is asked where no prompts are given.
 PROMPTS = (
     "The capital of France is",
@@ -105,7 +109,7 @@ def ask(
     Raises
     ------
     ValueError
-        If an argument is out of range.
+        If an argument is out of range, or no header can hold the key.
     EndpointError
         If the server cannot be reached, refuses, or does not answer in full.
 
@@ -113,19 +117,13 @@ def ask(
     -----
     A key that the server asks for is taken from the environment variable ``COURSE_API_KEY``.
     """
-    base = _base(url)
-    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        raise ValueError("prompts holds an empty text, or none at all; at least one text is needed")
-    whole(max_new_tokens, "max_new_tokens", least=1)
-    whole(concurrency, "concurrency", least=1)
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; a finite number of seconds above 0 is needed")
+    base, new, workers, seconds = check_request(url, prompts, max_new_tokens, concurrency, timeout)
 
     def one(prompt: str) -> Answer:
-        return _complete(base, model, prompt, max_new_tokens, timeout)
+        return _complete(base, model, prompt, new, seconds)
 
     start = time.perf_counter()
-    pool = ThreadPoolExecutor(concurrency)
+    pool = ThreadPoolExecutor(workers)
     try:
         answers = tuple(pool.map(one, prompts))
     finally:
@@ -133,15 +131,46 @@ def ask(
     return Answers(answers, time.perf_counter() - start)
 
 
+def check_request(
+    url: str, prompts: Sequence[str], max_new_tokens: int, concurrency: int, timeout: float
+) -> tuple[str, int, int, float]:
+    """Return what `ask` works with, its address and numbers, or raise the ValueError that it would; nothing is sent."""
+    _key()
+    new, workers = _check_work(prompts, max_new_tokens, concurrency)
+    if not isinstance(timeout, Real) or not 0 < timeout <= LONGEST:
+        raise ValueError(f"timeout is {shown(timeout)}; a number of seconds above 0 and up to {LONGEST:,.0f} is needed")
+    return _base(url), new, workers, float(timeout)
+
+
+def _check_work(prompts: Sequence[str], max_new_tokens: int, concurrency: int) -> tuple[int, int]:
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is the text {shown(prompts)}; a sequence of texts is needed")
+    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise ValueError("prompts holds an empty text, or none at all; at least one text is needed")
+    return whole(max_new_tokens, "max_new_tokens", least=1), whole(concurrency, "concurrency", least=1)
+
+
+def _key() -> str:
+    """Return the key for a server, empty if there is none; an error does not show it."""
+    key = os.environ.get(KEY, "").strip()
+    if not re.fullmatch("[ -~]*", key):
+        raise ValueError(f"the environment variable {KEY} holds a character that no key has; printable ASCII is needed")
+    return key
+
+
 def _base(url: str) -> str:
     """Return the address below which ``/completions`` stands."""
-    parts = urlsplit(url)
     try:
-        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+        # No white space, which urlsplit removes in part, and nothing behind the path, to which more is added.
+        parts = urlsplit(url if isinstance(url, str) and not re.search(r"[\s\x00-\x1f\x7f?#]", url) else "")
+        host = (parts.hostname or "").encode("idna")
+        named = parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and parts.path.isascii()
+    except ValueError:  # a port that is no number, brackets that do not match, a name with an empty part
         named = False
     if not named:
-        raise ValueError(f"url is {url!r}; the address of a server, as http://localhost:8000, is needed")
+        raise ValueError(
+            f"url is {shown(url)}; the address of a server, as http://localhost:8000, with or without a path, is needed"
+        )
     whole_url = url.rstrip("/")
     return whole_url if whole_url.endswith("/v1") else f"{whole_url}/v1"
 
@@ -165,9 +194,10 @@ def _complete(base: str, model: str, prompt: str, new: int, timeout: float) -> A
             raise EndpointError(_refusal(base, model, response, timeout))
         for event in _events(base, response):
             usage = event.get("usage")
-            if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
-                counted = usage["completion_tokens"]
-            for choice in event.get("choices") or []:
+            told = usage.get("completion_tokens") if isinstance(usage, dict) else None
+            if type(told) is int and told >= 0:  # true is an int, too
+                counted = told
+            for choice in _choices(base, event):
                 if choice.get("text"):
                     moments.append(time.perf_counter())
                     pieces.append(choice["text"])
@@ -185,8 +215,8 @@ def _response(url: str, body: dict[str, Any] | None, timeout: float) -> Iterator
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-    if os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+    if key := _key():
+        headers["Authorization"] = f"Bearer {key}"
     connection = kind(parts.hostname or "", parts.port, timeout=timeout)
     try:
         connection.request(
@@ -221,9 +251,18 @@ def _events(base: str, response: http.client.HTTPResponse) -> Iterator[dict[str,
             event = None
         if not isinstance(event, dict):
             raise EndpointError(f"{base} sent {value!r:.80}, which is no JSON object")
-        if "error" in event:
+        if event.get("error") is not None or event.get("object") == "error":
             raise EndpointError(f"{base} gave up with {_message(event)!r:.300}")
         yield event
+
+
+def _choices(base: str, event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pieces of text in an event."""
+    choices = event.get("choices") or []
+    pieces: list[Any] = choices if isinstance(choices, list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("text") or "", str) for one in pieces):
+        raise EndpointError(f"{base} sent choices of {shown(choices)}, which are no pieces of text")
+    return pieces
 
 
 def _refusal(base: str, model: str, response: http.client.HTTPResponse, timeout: float) -> str:
@@ -257,7 +296,7 @@ def _served(base: str, timeout: float) -> list[str]:
 def _message(said: Any) -> str:
     """Return the sentence in a server's error: OpenAI's form, FastAPI's, or a text."""
     if isinstance(said, dict):
-        error = said.get("error", said.get("detail", said.get("message", "")))
+        error = next((said[name] for name in ("error", "detail", "message") if said.get(name)), "")
         return _message(error) if isinstance(error, dict) else str(error)
     return str(said)
 
@@ -266,14 +305,14 @@ def _message(said: Any) -> str:
 
 
 def answer_ourselves(
-    model: str, prompts: Sequence[str], *, max_new_tokens: int = 64, concurrency: int = 1
+    model: str | tuple[Any, Any], prompts: Sequence[str], *, max_new_tokens: int = 64, concurrency: int = 1
 ) -> tuple[Answers, str]:
     """Continue the same prompts with a `ContinuousBatcher`, as many at a time.
 
     Parameters
     ----------
-    model : str
-        As for :func:`course_lib.models.load`.
+    model : str or tuple
+        A name, as for :func:`course_lib.models.load`, or the model and tokenizer that it returned.
     prompts, max_new_tokens, concurrency
         As for `ask`.
 
@@ -283,12 +322,18 @@ def answer_ourselves(
         Its times are counted as `ask` counts them, without a network.
     where : str
         The type of the weights, and the device.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
     """
     from course_lib.generation import ContinuousBatcher
     from course_lib.models import load
 
-    decoder, tokenizer = load(model, as_decoder=True)
-    batcher = ContinuousBatcher(decoder, max_batch=concurrency)
+    new, at_once = _check_work(prompts, max_new_tokens, concurrency)
+    decoder, tokenizer = model if isinstance(model, tuple) else load(model, as_decoder=True)
+    batcher = ContinuousBatcher(decoder, max_batch=at_once, token_budget=max(256, at_once))
     ends = getattr(tokenizer, "eos_token_id", None)
     waiting = list(enumerate(prompts))[::-1]
     running: dict[int, tuple[Any, list[float]]] = {}
@@ -299,7 +344,7 @@ def answer_ourselves(
         moments = [time.perf_counter()]
         request = batcher.submit(
             tokenizer(prompt)["input_ids"],
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=new,
             eos_token_id=ends,
             tokenizer=tokenizer,
             on_token=lambda _: moments.append(time.perf_counter()),
@@ -307,7 +352,7 @@ def answer_ourselves(
         return request, moments
 
     while waiting or running:
-        while waiting and len(running) < concurrency:
+        while waiting and len(running) < at_once:
             index, prompt = waiting.pop()
             running[index] = submit(prompt)
         batcher.step()

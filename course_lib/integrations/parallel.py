@@ -239,10 +239,11 @@ def check_heads(config: Any, processes: int) -> None:
     Raises
     ------
     ValueError
-        If they cannot; it names the numbers that can.
+        If they cannot; it names the numbers that can. If `processes` is not a whole number of at least 1.
     """
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
+    processes, text = whole(processes, "processes", least=1), config.get_text_config(decoder=True)
+    queries = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or queries
     if queries % processes or keys % processes:
         fit = [str(n) for n in range(1, keys + 1) if not queries % n and not keys % n]
         raise ValueError(

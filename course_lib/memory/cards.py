@@ -95,9 +95,13 @@ def find_card(name: str, argument: str = "card") -> Card:
 
     Raises
     ------
+    TypeError
+        If the name is not a text.
     ValueError
         If no card has the name or several have; close ones are listed.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"{argument} must be a card's name, got {shown(name)}")
     wanted = _plain(name)
     for asked in (wanted, re.sub("sxm|pcie", "", wanted)):
         found = [card for card in _cards() if asked and _plain(card.name) == asked]

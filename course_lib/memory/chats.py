@@ -17,6 +17,11 @@ class Turn:
     output: int
     think: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output"):
+            object.__setattr__(self, name, whole(getattr(self, name), name, least=1))
+        _seconds(self.think, "think")
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -24,6 +29,9 @@ class Chat:
 
     arrival: float
     turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        _seconds(self.arrival, "arrival")
 
     @property
     def tokens(self) -> int:
@@ -55,8 +63,9 @@ class Statistics:
         """Draw chats that begin at random moments of one mean turn; the first users are the same however many there are."""
         most = whole(self.max_tokens, "max_tokens", least=2)
         for name in ("turns", "prompt", "output"):
-            if not getattr(self, name) >= 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 1, got {getattr(self, name)!r}")
+        _seconds(self.think, "think")
         return [self._chat(Random(f"{seed} {user}"), most) for user in range(whole(users, "users"))]
 
     def _chat(self, rng: Random, most: int) -> Chat:
@@ -70,6 +79,11 @@ class Statistics:
             turns.append(Turn(prompt, output, think))
             left -= prompt + output
         return Chat(arrival, tuple(turns))
+
+
+def _seconds(value: float, argument: str) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{argument} must be a number of seconds, at least 0, got {value!r}")
 
 
 def _geometric(rng: Random, mean: float) -> int:

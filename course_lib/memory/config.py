@@ -298,7 +298,7 @@ def resolve(model: Any) -> Fields:
     Parameters
     ----------
     model : str, path, mapping or transformers.PretrainedConfig
-        A published name in any case ("octocoder"), a config.json or a folder that holds one, its content as a
+        A published name or its repository's in any case ("octocoder", "bigcode/octocoder"), a config.json or a folder that holds one, its content as a
         dictionary, or a configuration object.
 
     Returns
@@ -331,9 +331,11 @@ def resolve(model: Any) -> Fields:
     if not os.fspath(model):
         raise ValueError("model must be a published name or a path to a config.json, got an empty text")
     names = published_names()
+    path = Path(model)
+    if isinstance(model, str) and not os.path.exists(path):
+        model = next((name for name in names if published_config(name)["origin"].lower() == model.lower()), model)
     if isinstance(model, str) and model.lower() in names:
         return Fields(published_config(model), f"model {model.lower()!r}")
-    path = Path(model)
     if os.path.isdir(path):
         path = path / "config.json"
     if os.path.isfile(path) or path.suffix == ".json" or not isinstance(model, str) or "/" in model or os.sep in model:

@@ -51,6 +51,7 @@ WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 ATTENTIONS = ("flash", "eager")
 #: What an FP8 checkpoint lists as left alone and no kind that it converts covers anyway.
 _KEPT = re.compile(r"(^|\.)(lm_head|embed_tokens|gate|shared_expert_gate|router|\w*norm)$")
+_SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 # The decoder's own first: an encoder-decoder's configuration calls its encoder's heads by the plain name too.
 _HEADS = (
@@ -325,21 +326,27 @@ def _own_dtype(model: Model) -> str:
     return "bfloat16"
 
 
+def _names(listed: Any) -> list[str]:
+    """What a configuration lists, which may be one name or nothing."""
+    return [str(name) for name in (listed if isinstance(listed, list | tuple) else [listed]) if name is not None]
+
+
 def _own_quantization(model: Model) -> str | None:
     """The scheme in which a checkpoint is stored; those that are not counted are refused."""
     for _, value in model.stated("quantization_config", "compression_config", "quantization"):
         spec = value if isinstance(value, Mapping) else value.to_dict() if hasattr(value, "to_dict") else {"": value}
         method = str(getattr(spec.get("quant_method"), "value", spec.get("quant_method") or ""))
-        skipped = set(spec.get("llm_int8_skip_modules") or ()) - {"lm_head"}
-        skipped |= {name for name in spec.get("modules_to_not_convert") or () if not _KEPT.search(name)}
+        skipped = {name for key in _SKIPPED for name in _names(spec.get(key)) if not _KEPT.search(name)}
         if method in ("bitsandbytes", "") and {"load_in_8bit", "load_in_4bit"} & set(spec) and not skipped:
             if spec.get("load_in_8bit"):
                 return "int8"
             if spec.get("load_in_4bit"):
                 double = "-double" * bool(spec.get("bnb_4bit_use_double_quant"))
-                return _choice(f"{spec.get('bnb_4bit_quant_type') or 'fp4'}{double}", "quantization", BITSANDBYTES)
+                kind = str(spec.get("bnb_4bit_quant_type") or "fp4").lower()
+                argument = f"{model.fields.label}: bnb_4bit_quant_type"
+                return f"{_choice(kind, argument, ('fp4', 'nf4'))}{double}"
             continue
-        if method == "fp8" and list(spec.get("weight_block_size") or ()) == [128, 128] and not skipped:
+        if method == "fp8" and spec.get("weight_block_size") in ([128, 128], (128, 128)) and not skipped:
             return method
         if method == "mxfp4" and _converts(model, method):  # which converts experts, whatever else is named as skipped
             return method
@@ -349,6 +356,6 @@ def _own_quantization(model: Model) -> str | None:
             but = f" except {', '.join(sorted(skipped))}" if skipped else ""
             raise ValueError(
                 f"{model.fields.label}: the checkpoint is stored as {how}{but}, which this does not count; "
-                "pass dtype=... or quantization=... to estimate it as such"
+                "pass dtype=... to count it so (for an estimate, quantization=... too)"
             )
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.memory.config import published_config
+from course_lib.memory.config import resolve
 from course_lib.memory.estimate import estimate
 from course_lib.memory.step_cost import step_cost
 from course_lib.memory.units import whole
@@ -55,10 +55,8 @@ class Plan:
         """Return the model's configuration with this plan's heads."""
         if self.num_key_value_heads is None:
             return model
-        if isinstance(model, str):
-            model = published_config(model)
-        if not isinstance(model, Mapping):
-            model = model.to_dict()
+        source = resolve(model).source
+        model = source if isinstance(source, Mapping) else source.to_dict()
         if "num_key_value_heads" not in model:
             raise ValueError("num_key_value_heads is given, and the model's configuration has no such field")
         return {**model, "num_key_value_heads": self.num_key_value_heads}

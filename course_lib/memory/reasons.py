@@ -202,7 +202,8 @@ def summary(advice: Advice) -> str:
     result: Step = advice.result
     has = format_gib(advice.card.memory_bytes)
     if advice.enough is None:
-        told = f"nothing here makes it fit in {has}."
+        told = f"nothing here makes it fit in {has}"
+        told += f"; of {sequences(advice.batch_size)}, {result.sequences:,} do." if result.sequences else "."
     elif advice.enough.cards > 1:
         told = f"needs {advice.enough.cards} cards of {has}."
     elif advice.enough is advice.start:

@@ -37,6 +37,13 @@ class Bound:
     per_token: float
     share: float = 0.95
 
+    def __post_init__(self) -> None:
+        for name in ("first_token", "per_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be a number of seconds, at least 0, got {getattr(self, name)!r}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must be a number from 0 to 1, got {self.share!r}")
+
 
 @dataclass
 class Answer:
@@ -107,6 +114,8 @@ class Served:
         """Return a percentile of ``"first_token"`` or ``"per_token"`` over all answers: the smallest value not below that share."""
         if name not in ("first_token", "per_token"):
             raise ValueError(f"name must be 'first_token' or 'per_token', got {name!r}")
+        if not 0 <= percent <= 100:
+            raise ValueError(f"percent must be a number from 0 to 100, got {percent!r}")
         values = sorted(getattr(answer, name) for answer in self.answers)
         return values[max(0, math.ceil(percent / 100 * len(values)) - 1)] if values else math.nan
 

@@ -42,7 +42,8 @@ def mha_to_gqa(model: Model, num_kv_heads: int, *, init: str = "mean", seed: int
     Raises
     ------
     TypeError
-        If the projections are not plain ``nn.Linear``, as in a quantised model or one with fused projections.
+        If the projections are not plain ``nn.Linear``, as in a quantised model or one with fused projections, or the keys of different
+        heads are normalised by different weights, as in OLMo 2.
     ValueError
         If an argument is out of range.
 
@@ -56,13 +57,14 @@ def mha_to_gqa(model: Model, num_kv_heads: int, *, init: str = "mean", seed: int
         raise ValueError(f"init is {init!r}; accepted are {', '.join(INITS)}")
     config = getattr(model, "config", None)
     heads = getattr(config, "num_key_value_heads", None)
-    layers = [layer for layer in model.modules() if hasattr(layer, "k_proj") and hasattr(layer, "v_proj")]
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    layers: list[Any] = [layer for layer in parts if hasattr(layer, "k_proj") and hasattr(layer, "v_proj")]
     if config is None or not isinstance(heads, int) or len(layers) != config.num_hidden_layers:
         raise TypeError(
             f"model is a {type(model).__name__}; a decoder with num_key_value_heads in its configuration, and k_proj and v_proj in each "
             "layer, is needed"
         )
-    whole(num_kv_heads, "num_kv_heads", least=1)
+    num_kv_heads = whole(num_kv_heads, "num_kv_heads", least=1)
     if heads % num_kv_heads:
         fits = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         raise ValueError(
@@ -75,6 +77,12 @@ def mha_to_gqa(model: Model, num_kv_heads: int, *, init: str = "mean", seed: int
                 raise TypeError(
                     f"{name} is a {type(projection).__name__}; a plain nn.Linear of {heads} heads is needed"
                 )
+        head_dim = layer.k_proj.out_features // heads
+        for name in ("k_norm", "k_layernorm"):
+            norm = dict(layer.named_children()).get(name, nn.Identity())
+            weights = sum(one.numel() for part, one in norm.named_parameters() if part.endswith("weight"))
+            if weights > head_dim:
+                raise TypeError(f"{name} has {weights} weights; {head_dim}, which all key heads share, are needed")
 
     converted = copy.deepcopy(model)
     forget_plans(converted)
@@ -112,8 +120,8 @@ def _grouped(
             new = drawn.to(old)
         else:
             # The mean of 16-bit numbers is taken in float32.
-            new = (groups.float().mean(1).to(old.dtype) if init == "mean" else groups[:, 0].clone()).reshape(
-                rows, *old.shape[1:]
-            )
+            exact = torch.promote_types(old.dtype, torch.float32)
+            new = groups.mean(1, dtype=exact).to(old.dtype) if init == "mean" else groups[:, 0].clone()
+            new = new.reshape(rows, *old.shape[1:])
         setattr(fewer, name, nn.Parameter(new, requires_grad=old.requires_grad))
     return fewer.train(projection.training)

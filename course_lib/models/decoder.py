@@ -14,6 +14,7 @@ from course_lib.attention import attention
 from course_lib.attention.rules import Rules
 from course_lib.attention.sdpa import sdpa_attention
 from course_lib.kv_cache import CacheLayer
+from course_lib.memory.units import whole
 from course_lib.models.layout import forget_plans, is_single, lay_out, product
 from course_lib.positions import (
     LearnedPositions,
@@ -278,7 +279,8 @@ class DecoderLM(nn.Module):
         Raises
         ------
         ValueError
-            If shapes do not fit, if the model has no position for a token, or if the rotary base would change under cached keys.
+            If shapes do not fit, if `logits_to_keep` is neither a tensor nor a whole number of at least 0, if the model has no position
+            for a token, or if the rotary base would change under cached keys.
         """
         batch, length = input_ids.shape
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -300,7 +302,11 @@ class DecoderLM(nn.Module):
         place = self._place(past, position_ids, attention_mask)
         for layer in self.layers:
             hidden = layer(hidden, place, cache)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept: slice | torch.Tensor
+        if isinstance(logits_to_keep, torch.Tensor):
+            kept = logits_to_keep
+        else:
+            kept = slice(-whole(logits_to_keep, "logits_to_keep"), None)
         return DecoderOutput(product(self.norm(hidden[:, kept]), self.lm_head)[0], cache)
 
     def _place(self, past: int, position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Placement:
@@ -387,7 +393,7 @@ class DecoderLM(nn.Module):
         Raises
         ------
         ValueError
-            If the model is of another type, or has what this decoder has not.
+            If the model is of another type, or has what this decoder has not, such as quantised weights.
         """
         theirs = model.config
         if theirs.model_type not in CONVERTIBLE:
@@ -413,6 +419,13 @@ class DecoderLM(nn.Module):
         state = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
         if config.tie_word_embeddings:
             state["lm_head.weight"] = state["embed_tokens.weight"]
+        found, plain = ({name: one.shape for name, one in held.items()} for held in (state, decoder.state_dict()))
+        other = [name for name in plain | found if plain.get(name) != found.get(name)]
+        if other:
+            raise ValueError(
+                f"model has other weights than its configuration says, {other[0]} among them; one that is not quantised and has no "
+                "adapters is needed"
+            )
         decoder.load_state_dict(state, assign=True)
         if config.tie_word_embeddings:
             decoder.lm_head.weight = decoder.embed_tokens.weight

@@ -193,7 +193,7 @@ def trace(model: DecoderLM, tokenizer: Any, prompt: str, *, new_tokens: int, cac
     TypeError
         If the model is no DecoderLM, or the cache none of the course.
     ValueError
-        If `new_tokens` is below 1, or the prompt has no token that the cache lacks.
+        If `new_tokens` is below 1, the cache has too few layers, or the prompt has no token that the cache lacks.
 
     Notes
     -----
@@ -205,7 +205,10 @@ def trace(model: DecoderLM, tokenizer: Any, prompt: str, *, new_tokens: int, cac
     cache = DynamicCache(model.config) if cache is None else cache
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is of type {type(cache).__name__}; a cache of course_lib.kv_cache is needed")
-    whole(new_tokens, "new_tokens", least=1)
+    new_tokens = whole(new_tokens, "new_tokens", least=1)
+    layers: Any = model.layers
+    if len(cache.layers) < len(layers):
+        raise ValueError(f"cache has {len(cache.layers)} layers; the model's {len(layers)} are needed")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     past, steps = int(cache.get_seq_length()), []
     if past >= ids.shape[1]:

@@ -3,11 +3,12 @@
 import itertools
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from course_lib.generation import ContinuousBatcher, generate
 from course_lib.kv_cache import packed, tables
@@ -272,6 +273,79 @@ def test_an_exception_from_a_callback_leaves_everything_to_go_on_with():
     assert batcher.cache.pool.used == 0
 
 
+class Failing(ByteTokenizer):
+    """A tokenizer that raises an exception at each call but the first few."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = itertools.count(-calls)
+
+    def decode(self, tokens, **options):
+        if next(self.calls) >= 0:
+            raise KeyError("mine")
+        return ""
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_an_exception_of_a_tokenizer_ends_its_request_and_no_other(calls):
+    model, heard = small(), []
+    batcher = ContinuousBatcher(model)
+    others = [batcher.submit([i, 7], max_new_tokens=6) for i in range(2)]
+    faulty = batcher.submit([3, 7], max_new_tokens=5, tokenizer=Failing(calls), on_token=heard.append)
+    others += [batcher.submit([i, 7, 1], max_new_tokens=6, tokenizer=ByteTokenizer()) for i in range(2)]
+    with pytest.raises(KeyError):
+        batcher.run()
+    check(batcher)
+    assert (faulty.state, faulty.reason) == ("finished", "error")
+    assert len({len(other.tokens) for other in others}) == 1
+    batcher.run()
+    wanted = alone(model, [3, 7], max_new_tokens=5)
+    assert heard == faulty.tokens == wanted[: len(faulty.tokens)]
+    assert 0 < len(faulty.tokens) < 5
+    assert [one.tokens for one in others] == [alone(model, one.prompt, max_new_tokens=6) for one in others]
+    assert batcher.cache.pool.used == 0
+
+
+def test_a_tokenizer_may_raise_an_exception_at_the_end():
+    batcher = ContinuousBatcher(small())
+    # What is held back for a stop string is decoded again.
+    ended, cancelled = (batcher.submit([1, 7], max_new_tokens=2, tokenizer=Failing(calls)) for calls in (3, 1))
+    batcher.step()
+    with pytest.raises(KeyError):
+        batcher.cancel(cancelled)
+    assert (cancelled.state, len(batcher.running)) == ("cancelled", 1)
+    with pytest.raises(KeyError):
+        batcher.run()
+    assert (ended.state, ended.reason, len(ended.tokens)) == ("finished", "error", 2)
+    assert batcher.cache.pool.used == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 1}, {"repetition_penalty": 1.2}])
+def test_logits_that_are_no_numbers_end_their_request_and_no_other(sampling):
+    model = DecoderLM(DecoderConfig(**SIZES, vocab_size=VOCAB, tie_word_embeddings=False, initializer_range=0.4)).eval()
+    batcher = ContinuousBatcher(model, block_size=2)
+    others = [batcher.submit([i, 7], max_new_tokens=5, **sampling) for i in range(3)]
+    wanted = [alone(model, one.prompt, max_new_tokens=5, **sampling) for one in others]
+    batcher.step()
+    unused = next(iter(set(range(8, VOCAB)).difference(*wanted)))
+    with torch.no_grad():
+        model.embed_tokens.weight[unused] = torch.nan
+    faulty = batcher.submit([unused, 7], max_new_tokens=5, **sampling)
+    batcher.run()
+    assert (faulty.state, faulty.reason, faulty.tokens) == ("finished", "nan", [])
+    assert [one.tokens for one in others] == wanted
+    assert batcher.cache.pool.used == 0
+
+
+def test_extreme_options_are_no_trouble_to_others():
+    model, prompt = small(), [1, 2, 3]
+    batcher = ContinuousBatcher(model)
+    cold = batcher.submit(prompt, max_new_tokens=6, temperature=1e-40)
+    batcher.submit(prompt, max_new_tokens=6, repetition_penalty=1e-300, temperature=1e300, top_p=1e-300)
+    plain = batcher.submit(prompt, max_new_tokens=6)
+    batcher.run()
+    assert cold.tokens == plain.tokens == alone(model, prompt, max_new_tokens=6)
+
+
 def test_a_callback_may_submit_and_cancel():
     model = small()
     batcher = ContinuousBatcher(model)
@@ -304,7 +378,7 @@ def test_texts_end_as_alone():
     assert (by_token.reason, by_text.reason, by_token.text) == ("eos", "length", None)
     options = {"max_new_tokens": 20, "tokenizer": tokenizer}
     assert by_text.text == generate(model, torch.tensor([prompt]), **options).texts[0]
-    if letter.isprintable() and len(letter) == 1:
+    if letter.isprintable() and letter.isascii() and letter:  # the half of a character may become one
         stopped = batcher.submit(prompt, **options, stop=letter)
         batcher.run()
         assert (stopped.reason, stopped.text) == ("stop", "")
@@ -313,9 +387,10 @@ def test_texts_end_as_alone():
 def test_prompts_may_be_lists_or_tensors():
     batcher = ContinuousBatcher(small())
     forms = ([1, 2], (1, 2), [[1, 2]], torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32))
+    forms += (np.array([1, 2]), np.array([[1, 2]]))
     requests = [batcher.submit(form, max_new_tokens=1) for form in forms]
     assert {request.prompt for request in requests} == {(1, 2)}
-    assert [request.id for request in requests] == [0, 1, 2, 3, 4]
+    assert [request.id for request in requests] == list(range(7))
 
 
 @pytest.mark.parametrize(
@@ -336,6 +411,29 @@ def test_a_request_that_cannot_be_served_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         batcher.submit(**({"input_ids": [1, 2], "max_new_tokens": 3} | options))
     assert not batcher.waiting
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": None}, "input_ids is of type NoneType; a list or tensor of token ids is needed"),
+        ({"input_ids": BatchEncoding({"input_ids": [1]})}, "input_ids is of type BatchEncoding; a list or tensor"),
+        ({"input_ids": "text"}, "input_ids is of type str"),
+        ({"on_token": 5}, "on_token is 5; a function of a token"),
+        ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; an object that decodes"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_at_once(options, message):
+    batcher = ContinuousBatcher(small())
+    with pytest.raises(TypeError, match=f"^{message}"):
+        batcher.submit(**({"input_ids": [1, 2], "max_new_tokens": 3} | options))
+    assert not batcher.waiting
+
+
+@pytest.mark.parametrize("model", ["course/rope", (1, 2), None])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"^model is of type \w+; .* load\(name\) returns, \(model, tokenizer\)$"):
+        ContinuousBatcher(model)
 
 
 def test_a_text_longer_than_learned_positions_is_refused():

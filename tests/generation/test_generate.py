@@ -1,5 +1,6 @@
 """Generation: the tokens of Transformers, with every cache; draws only from what the options leave."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from course_lib import kv_cache
-from course_lib.generation import choose_tokens, generate
+from course_lib.generation import choose_tokens, generate, token_chances
 from course_lib.generation.loop import CACHES
 from course_lib.memory import peak_memory
 from course_lib.models import ByteTokenizer, DecoderConfig, DecoderLM, load
@@ -181,6 +182,39 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy():
         assert torch.equal(choose_tokens(logits, temperature=1.0, **options), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("extreme", [1e-40, 1e-300, 1e300])
+def test_options_near_nothing_or_everything_are_their_limits(extreme):
+    logits = 30 * torch.randn(20, 30)
+    sure = torch.nn.functional.one_hot(logits.argmax(-1), 30).float()
+    found = token_chances(logits, temperature=extreme, top_k=7, min_p=0.5)
+    if extreme > 1:  # all that are left are as likely
+        torch.testing.assert_close(found.amax(-1), torch.full((20,), 1 / 7))
+    else:
+        assert torch.equal(found, sure)
+        assert torch.equal(token_chances(logits, temperature=0.5, top_p=extreme), sure)
+    positive = logits.abs()
+    best = positive.argmax(-1)
+    chosen = choose_tokens(positive, previous=best[:, None], repetition_penalty=extreme, temperature=1e-40)
+    assert bool(((chosen == best) == (extreme < 1)).all())
+
+
+def test_integers_may_be_those_of_numpy_or_torch(model):
+    ids = prompts(batch=1)
+    free = generate(model, ids, max_new_tokens=6).sequences
+    for kind in (np.int64, torch.tensor):
+        found = generate(model, ids, max_new_tokens=kind(6), prefill_chunk=kind(2), seed=kind(1))
+        assert torch.equal(found.sequences, free)
+        end = int(free[0, 9])
+        wanted = generate(model, ids, max_new_tokens=6, eos_token_id=end).sequences
+        for ends in (kind(end), [kind(end), 999], kind([end, 999]) if kind is torch.tensor else np.array([end, 999])):
+            assert torch.equal(generate(model, ids, max_new_tokens=6, eos_token_id=ends).sequences, wanted)
+
+
+def test_a_name_is_no_tokenizer(model):
+    with pytest.raises(TypeError, match=r"^tokenizer is 'gpt2'; an object that decodes is needed"):
+        generate(model, prompts(), max_new_tokens=1, tokenizer="gpt2")
+
+
 def test_a_stop_string_ends_its_row_where_it_is_complete_and_the_text_before_it():
     decoder, tokenizer = load("course/rope")
     ids = tokenizer(["def __init__(self", "    return self._"], return_tensors="pt", padding=True)
@@ -255,6 +289,17 @@ def test_learned_positions_end_with_a_sentence():
         ),
         ({"temperature": -1.0}, "temperature is -1.0; 0"),
         ({"temperature": float("nan")}, "temperature is nan; 0"),
+        ({"temperature": None}, "temperature is None; 0"),
+        ({"temperature": "hot"}, "temperature is 'hot'; 0"),
+        ({"temperature": 10**400}, "temperature is 1000.*; 0"),
+        ({"top_p": "0.9", "temperature": 1.0}, "top_p is '0.9'; a number above 0"),
+        ({"min_p": [0.1], "temperature": 1.0}, r"min_p is \[0.1\]; a number from 0 to 1"),
+        ({"repetition_penalty": "1"}, "repetition_penalty is '1'; a finite number above 0"),
+        ({"seed": "a"}, "seed must be a whole number .*, got 'a'"),
+        ({"seed": 1.5}, "seed must be a whole number .*, got 1.5"),
+        ({"seed": 2**64}, "seed must be a whole number of at most 18446744073709551615, got 18446744073709551616"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a whole number of at least 0, got 'x'"),
+        ({"eos_token_id": [2.7]}, "eos_token_id must be a whole number of at least 0, got 2.7"),
         ({"top_k": 0, "temperature": 1.0}, "top_k must be a whole number of at least 1, got 0"),
         ({"top_p": 1.5, "temperature": 1.0}, "top_p is 1.5; a number above 0 and at most 1 is needed"),
         ({"top_k": 3}, "top_k is 3 and temperature 0, which always takes the most likely token"),

@@ -2,12 +2,23 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_llama import SMALL
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from course_lib import kv_cache
 from course_lib.generation import (
@@ -310,7 +321,9 @@ def test_expected_tokens_are_the_mean_of_how_far_a_draft_comes(acceptance, count
         ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, ValueError, "input_ids has 2 rows; one is needed"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"draft_tokens": 0}, ValueError, "draft_tokens"),
-        ({"draft_tokens": "many"}, ValueError, "draft_tokens"),
+        ({"draft_tokens": "Adaptive"}, ValueError, "draft_tokens, where it is not 'adaptive', .* got 'Adaptive'"),
+        ({"seed": 1.5}, ValueError, "seed must be a whole number"),
+        ({"eos_token_id": 2.5}, ValueError, "eos_token_id must be a whole number"),
         ({"draft": "prompt"}, TypeError, "draft is of type str; a language model or a PromptLookup is needed"),
         ({"cache": "sliding_window"}, ValueError, "cache is 'sliding_window'; one that shows each"),
         ({"cache": None}, ValueError, "cache is None; one that shows each"),
@@ -322,6 +335,51 @@ def test_what_cannot_be_is_one_clear_error(theirs, change, error, message):
     arguments = {"draft": PromptLookup(), "input_ids": prompt(), "max_new_tokens": 4} | change
     with pytest.raises(error, match=message):
         speculative_generate(theirs, **arguments)
+
+
+#: Sizes for models of other families, with experts where there are any.
+HYBRID = SMALL | {"pad_token_id": 0, "num_local_experts": 2, "num_experts_per_tok": 1, "mamba_n_heads": 4}
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_recurrent_state_is_refused_for_it_cannot_go_back(theirs, name):
+    jamba = JambaForCausalLM(
+        JambaConfig(
+            **SMALL | {"pad_token_id": 0, "num_experts": 2, "num_experts_per_tok": 1},
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        )
+    ).eval()
+    models, told = {"target": theirs, "draft": theirs} | {name: jamba}, []
+    with pytest.raises(ValueError, match=f"^{name} is a JambaForCausalLM, whose recurrent state cannot give up"):
+        speculative_generate(**models, input_ids=prompt(), max_new_tokens=4, on_token=told.append)
+    assert not told
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Lfm2ForCausalLM(Lfm2Config(**HYBRID | {"layer_types": ["conv", "full_attention"]})),
+        lambda: GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**HYBRID | {"layer_types": ["attention"] * 2})),
+    ],
+)
+def test_families_of_hybrids_that_can_go_back_write_their_own_text(model):
+    model, ids = model().eval(), prompt()
+    found = speculative_generate(model, similar(model, 0.3), ids, max_new_tokens=20)
+    assert found.accepted < found.drafted
+    assert torch.equal(found.sequences, generate(model, ids, max_new_tokens=20).sequences)
+
+
+def test_integers_of_numpy_and_a_tiny_temperature_are_taken(target):
+    ids, options = prompt(), {"temperature": 1e-40, "seed": np.int64(1)}
+    found = speculative_generate(
+        target, similar(target), ids, max_new_tokens=np.int64(9), draft_tokens=np.int64(3), **options
+    )
+    assert torch.equal(found.sequences, generate(target, ids, max_new_tokens=9).sequences)
+    assert first_layers(tiny(1), np.int64(1)).config.num_hidden_layers == 1
+    assert type(first_layers(tiny(1), np.int64(1)).config.num_hidden_layers) is int
 
 
 def test_a_draft_of_another_vocabulary_is_refused(theirs):

@@ -1,13 +1,16 @@
 """What a server answers, how fast, and every way in which it may not: a stub that speaks OpenAI's protocol stands in for it."""
 
 import json
+import re
 import socket
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
 from course_lib import cli
@@ -20,7 +23,7 @@ MODEL = "a-model"
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers each prompt with its words in reverse, in the way that `manner` says."""
+    """Answers each prompt with its words in reverse, in the way that `manner` says, or with `manner` itself, an event."""
 
     daemon_threads = True
 
@@ -101,6 +104,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if manner == "no json":
             return self.chunk("data: {what?\n\n")
+        if manner.startswith("{"):
+            self.chunk(f"data: {manner}\n\n")
+            return self.chunk("")
         self.meet()
         words = body["prompt"].split()[::-1][: body["max_tokens"]]
         self.chunk(": a comment, and an empty line, and a field that is not data\n\nid: 7\n\n")
@@ -159,6 +165,22 @@ def test_pieces_are_counted_where_the_server_does_not_count(serve, manner):
     assert (found.answers[0].text, found.answers[0].tokens) == (" three two one", 3)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    ['"error": null', '"usage": null', '"usage": {"completion_tokens": -5}', '"usage": {"completion_tokens": true}'],
+)
+def test_what_says_nothing_beside_a_text_is_passed_over(serve, odd):
+    server = serve(f'{{{odd}, "choices": [{{"text": "a", "finish_reason": "stop"}}]}}')
+    (answer,) = ask(server.url, MODEL, ["x"]).answers
+    assert (answer.text, answer.tokens, type(answer.tokens)) == ("a", 1, int)
+
+
+def test_numpys_numbers_are_numbers(serve):
+    server = serve()
+    sizes = {"max_new_tokens": np.int64(2), "concurrency": np.int32(1), "timeout": np.float32(30)}
+    assert ask(server.url, MODEL, ["one two three"], **sizes).answers[0].text == " three two"
+
+
 def test_times_are_those_of_the_pieces(serve):
     found = ask(serve("slowly").url, MODEL, ["a b c d e f", "g h i j k l"], concurrency=2)
     for one in found.answers:
@@ -177,10 +199,21 @@ def test_so_many_prompts_are_under_way_as_were_asked_for(serve, concurrency):
 
 
 def test_a_key_is_taken_from_the_environment_alone(serve, monkeypatch):
-    monkeypatch.setenv(endpoint.KEY, "secret")
     server = serve()
-    ask(server.url, MODEL, ["a"])
-    assert server.keys == ["Bearer secret"]
+    for key in ("secret", " secret\n"):  # as read from a file
+        monkeypatch.setenv(endpoint.KEY, key)
+        ask(server.url, MODEL, ["a"])
+    assert server.keys == ["Bearer secret"] * 2
+
+
+@pytest.mark.parametrize("key", ["hush\nX-Header: 1", "hush–"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(serve, monkeypatch, key):
+    monkeypatch.setenv(endpoint.KEY, key)
+    server = serve()
+    with pytest.raises(ValueError, match="COURSE_API_KEY holds a character that no key has") as raised:
+        ask(server.url, MODEL, ["a"])
+    assert "hush" not in "".join(traceback.format_exception(raised.value))
+    assert not server.requests
 
 
 @pytest.mark.parametrize(
@@ -191,6 +224,10 @@ def test_a_key_is_taken_from_the_environment_alone(serve, monkeypatch):
         ("whole", "answered with application/json instead of a stream of events"),
         ("no json", "sent '{what\\?', which is no JSON object"),
         ("late error", "gave up with 'the engine died'"),
+        ('{"object": "error", "message": "bad", "error": null}', "gave up with 'bad'"),
+        ('{"choices": [null]}', r"sent choices of \[None\], which are no pieces of text"),
+        ('{"choices": {"text": "a"}}', "sent choices of {'text': 'a'}"),
+        ('{"choices": [{"text": 5}]}', r"sent choices of \[{'text': 5}\]"),
         ("cut off", "broke off after 1 pieces of text"),
         ("silent", "sent nothing for 0.3 seconds"),
         ("stalls", "sent nothing for 0.3 seconds"),
@@ -237,12 +274,27 @@ def test_what_speaks_no_http_is_said():
     ("change", "message"),
     [
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; the address of a server"),
-        ({"url": "http://host:port"}, "url is 'http://host:port'"),
+        *(
+            ({"url": url}, f"url is {re.escape(repr(url))}; the address of a server")
+            for url in (
+                8000,
+                "http://host:port",
+                "http://h:1?x=1",
+                "http://h:1#x",
+                "http://h:1/ü",
+                "http://h:1\n",
+                "http://loc al:1",
+                "http://ex..ample:1",
+                "http://[::1:8000",
+                "http://]:1",
+            )
+        ),
         ({"prompts": []}, "prompts holds an empty text, or none at all"),
         ({"prompts": ["a", ""]}, "prompts holds an empty text"),
+        ({"prompts": "hello"}, "prompts is the text 'hello'; a sequence of texts"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"concurrency": 0}, "concurrency"),
-        ({"timeout": 0.0}, "timeout is 0.0"),
+        *(({"timeout": value}, re.escape(f"timeout is {value!r}")) for value in (0.0, "3", None, 1e300, float("nan"))),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_sent(change, message):
@@ -260,6 +312,13 @@ def test_our_own_answers_are_those_of_generate():
         assert one.tokens == 6
         assert 0 < one.first_token_seconds < one.seconds < found.seconds
     assert where.startswith("float32 on ")
+
+
+def test_our_own_batcher_takes_any_number_at_a_time_and_no_single_text():
+    found, _ = answer_ourselves(load("course/rope"), ["a", "b"], max_new_tokens=1, concurrency=300)
+    assert len(found.answers) == 2
+    with pytest.raises(ValueError, match="prompts is the text 'ab'"):
+        answer_ourselves("course/rope", "ab")
 
 
 def test_a_report_says_where_texts_part(serve):
@@ -299,9 +358,24 @@ def test_the_command_prints_both_and_json(serve, monkeypatch, tmp_path, capsys):
     assert "course/rope" not in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["course", "endpoint", "http://127.0.0.1:1", "--model", "m", "--concurrency", "0"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--concurrency", "0"], "--concurrency must be"),
+        (["--timeout", "1e300"], "--timeout is 1e+300;"),
+        ([], "--ours must be 'smollm2-135m'"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line_before_the_server_is_asked(
+    serve, monkeypatch, capsys, options, message
+):
+    """And before our model is loaded, where it is not the model that is wrong."""
+    server = serve()
+    monkeypatch.setattr(sys, "argv", ["course", "endpoint", server.url, "--model", MODEL, "--ours", "nope", *options])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("course: --concurrency")
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"course: {message}")
+    assert shown.count("\n") == 1
+    assert not server.requests

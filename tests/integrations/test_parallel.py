@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import Gemma3Config, LlamaConfig
 
 from course_lib.integrations import parallel
 from course_lib.memory import count_parameters
@@ -60,6 +60,19 @@ def test_processes_share_heads_only_evenly(groups, keys, processes):
 def test_numbers_that_can_share_are_named():
     with pytest.raises(ValueError, match=r"2 processes .* 9 query and 3 key-value heads evenly; 1, 3 can"):
         parallel.check_heads(LlamaConfig(hidden_size=9, num_attention_heads=9, num_key_value_heads=3), 2)
+
+
+@pytest.mark.parametrize("processes", [0, -1, 2.0])
+def test_processes_are_a_whole_number(processes):
+    with pytest.raises(ValueError, match=f"^processes must be a whole number of at least 1, got {processes}$"):
+        parallel.check_heads(LlamaConfig(), processes)
+
+
+def test_heads_of_a_model_that_also_sees_are_those_of_its_text():
+    config = Gemma3Config(text_config={"num_attention_heads": 8, "num_key_value_heads": 4})
+    parallel.check_heads(config, 4)
+    with pytest.raises(ValueError, match="3 processes cannot share 8 query and 4 key-value heads evenly; 1, 2, 4 can"):
+        parallel.check_heads(config, 3)
 
 
 # ---- device_map

@@ -135,6 +135,13 @@ def test_fewer_cards_than_needed_do_not_hold_it():
     assert "With weights in bfloat16: 5 cards" in found.row(2).reason
 
 
+def test_throughput_says_how_many_sequences_fit_where_all_do_not():
+    found = advise("llama-3.1-8b", gpu="L4", context=8_192, batch_size=64, goal="throughput")
+    assert found.enough is None
+    assert f"fit in 22.35 GiB; of 64 sequences, {found.result.sequences} do." in found.summary
+    assert 0 < found.result.sequences < 64
+
+
 def test_without_room_for_activations_no_number_of_cards_helps():
     found = advise("falcon-40b", gpu="A100 80GB SXM", context=4_096, batch_size=512, goal="latency")
     assert found.row(2).verdict == "no help"
@@ -311,3 +318,5 @@ def test_every_card_is_found_by_its_own_name_and_no_other_by_a_part_of_it():
     for part in ("L40", "A100 80GB", "H100", "RTX", ""):
         with pytest.raises(ValueError, match="card must be one of"):
             find_card(part)
+    with pytest.raises(TypeError, match="card must be a card's name, got None"):
+        find_card(None)

@@ -195,6 +195,9 @@ def test_only_types_that_fit_the_place_are_listed_and_taken() -> None:
             {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["q_proj"]},
             "fp8 except q_proj",
         ),
+        ({"quant_method": "fp8", "weight_block_size": 128, "modules_to_not_convert": [None]}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": 5}, "fp8 except 5"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "q_proj"}, "fp8 except q_proj"),
         ({"quant_method": "mxfp4"}, "mxfp4"),  # of a model without experts
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["q_proj"]}, "except q_proj"),
     ],
@@ -220,6 +223,7 @@ def test_a_checkpoint_stored_in_a_way_not_counted_is_refused_unless_told_how(
         ({"load_in_8bit": True}, "int8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"]}, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "NF4", "llm_int8_skip_modules": "lm_head"}, "nf4"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4-double"),
         ({"load_in_4bit": False, "load_in_8bit": False}, None),
     ],

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course_lib.memory import bytes_to_giga_bytes, count_parameters, estimate, kv_cache_bytes, published_names
+from course_lib.memory import (
+    bytes_to_giga_bytes,
+    count_parameters,
+    estimate,
+    kv_cache_bytes,
+    published_config,
+    published_names,
+)
 from course_lib.memory.counting import Model
 
 # Parameter totals as the checkpoints' publishers, or the classes themselves, state them.
@@ -44,6 +51,17 @@ PUBLISHED = {
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_published_totals(name: str, parameters: int) -> None:
     assert count_parameters(name) == count_parameters(name.upper()) == parameters
+
+
+def test_a_published_model_goes_by_its_repository_s_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert estimate("meta-llama/Llama-3.1-8B") == estimate("llama-3.1-8b")
+    for name in published_names():
+        assert count_parameters(published_config(name)["origin"].upper()) == count_parameters(name)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(published_config("llama-2-7b")), encoding="utf-8")
+    assert estimate("meta-llama/Llama-3.1-8B") == estimate("llama-2-7b")  # a folder of that name comes first
 
 
 @pytest.mark.parametrize("name", published_names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -370,7 +371,19 @@ def test_a_datasheet_s_rates_are_those_of_the_card():
         (lambda: Plan(8, token_budget=8), "token_budget must be a whole number of at least 9"),
         (lambda: Plan(8, block_size=0), "block_size"),
         (lambda: plan_memory("gpt-3", Plan(8, num_key_value_heads=2), max_tokens=9), "num_key_value_heads is given"),
-        (lambda: served([one(Turn(1, 1))]).percentile("done", 50), "name must be"),
+        (lambda: served([one(Turn(1, 1))]).percentile("done", 101), "name must be"),
+        (
+            lambda: served([one(Turn(1, 1))]).percentile("per_token", 101),
+            "percent must be a number from 0 to 100, got 101",
+        ),
+        (lambda: Turn(0, 5), "prompt must be a whole number of at least 1, got 0"),
+        (lambda: Turn(5, 5.5), "output must be a whole number of at least 1, got 5.5"),
+        (lambda: Turn(5, 5, math.nan), "think must be a number of seconds, at least 0, got nan"),
+        (lambda: Chat(math.inf, ()), "arrival must be a number of seconds"),
+        (lambda: Bound(1.0, math.nan), "per_token must be a number of seconds"),
+        (lambda: Bound(1.0, 1.0, 95), "share must be a number from 0 to 1, got 95"),
+        (lambda: Statistics(math.inf, 9, 9, 1.0, 99).draw(1, 0), "turns must be a number of at least 1"),
+        (lambda: Statistics(2, 9, 9, -1.0, 99).draw(1, 0), "think must be a number of seconds"),
         (lambda: Statistics(0.5, 9, 9, 1.0, 99).draw(1, 0), "turns must be a number of at least 1"),
         (lambda: calibrate([]), "at least 3"),
         (lambda: calibrate([(counted(Random(0)), 0.0)] * 3), "positive seconds"),
@@ -385,12 +398,15 @@ def test_an_error_says_what_was_given_and_what_is_accepted(call, says):
         call()
 
 
-def test_a_head_layout_is_taken_from_any_form_of_a_configuration():
+def test_a_head_layout_is_taken_from_any_form_of_a_configuration(tmp_path):
     from transformers import LlamaConfig
 
     plan = Plan(1, num_key_value_heads=2)
     assert plan.model("llama-2-7b") == {**published_config("llama-2-7b"), "num_key_value_heads": 2}
     assert plan.model(LlamaConfig())["num_key_value_heads"] == 2
+    (tmp_path / "config.json").write_text(json.dumps(published_config("llama-2-7b")), encoding="utf-8")
+    for form in (tmp_path, str(tmp_path / "config.json"), "meta-llama/Llama-2-7b-hf"):
+        assert plan.model(form) == plan.model("llama-2-7b")
     assert Plan(1).model(MODEL) is MODEL
 
 

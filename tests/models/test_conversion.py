@@ -2,8 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -89,6 +91,20 @@ def test_each_new_head_is_made_of_neighbours():
     assert torch.equal(found["first"], old[:, 0].reshape(24, 48))
 
 
+def test_the_mean_of_float64_weights_is_as_precise_as_they_are():
+    model = decoder().double()
+    old = model.layers[0].self_attn.k_proj.weight.view(3, 4, 8, 48)
+    new = mha_to_gqa(model, 3).layers[0].self_attn.k_proj.weight
+    torch.testing.assert_close(new, old.mean(1).reshape(24, 48), rtol=0, atol=1e-15)
+
+
+def test_any_kind_of_integer_is_a_number_of_heads():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    grouped = mha_to_gqa(model, np.int64(3))
+    assert type(grouped.config.num_key_value_heads) is int
+    assert grouped(torch.ones(1, 2, dtype=torch.long)).logits.shape == (1, 2, 50)
+
+
 def test_random_heads_are_drawn_anew_and_a_seed_repeats_them():
     model = decoder(hidden_size=256, initializer_range=0.5)
     one, same, other = (
@@ -166,5 +182,42 @@ def test_a_quantised_model_and_one_without_such_heads_are_refused():
     model = quantize_model(decoder(hidden_size=64), "int8")
     with pytest.raises(TypeError, match=r"^k_proj is a \w+; a plain nn\.Linear of 12 heads is needed$"):
         mha_to_gqa(model, 3)
-    with pytest.raises(TypeError, match=r"^model is a Linear; a decoder with num_key_value_heads"):
-        mha_to_gqa(torch.nn.Linear(2, 2), 1)
+    for other in (torch.nn.Linear(2, 2), (decoder(), None), None):
+        with pytest.raises(TypeError, match=rf"^model is a {type(other).__name__}; a decoder with num_key_value_heads"):
+            mha_to_gqa(other, 1)
+
+
+NORMALISED = SIZES | {"hidden_size": 96, "pad_token_id": 0, "eos_token_id": None}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "name"),
+    [
+        ("Olmo2", {}, "k_norm"),
+        ("Olmo3", {}, "k_norm"),
+        ("Olmoe", EXPERTS, "k_norm"),
+        ("FlexOlmo", EXPERTS, "k_norm"),
+        ("Cohere", {"use_qk_norm": True}, "k_norm"),
+        ("StableLm", {"qk_layernorm": True}, "k_layernorm"),
+    ],
+)
+def test_keys_that_are_normalised_across_heads_or_each_by_its_own_are_refused(family, changes, name):
+    model = normalised(family, changes)
+    with pytest.raises(TypeError, match=rf"^{name} has 96 weights; 8, which all key heads share, are needed$"):
+        mha_to_gqa(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Cohere", {}), ("StableLm", {}), ("Phi", {"qk_layernorm": True}), ("Qwen3", {})]
+)
+def test_keys_that_share_a_norm_or_have_none_are_grouped(family, changes):
+    model = with_equal_heads(normalised(family, changes), 3)
+    ids = torch.randint(50, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(mha_to_gqa(model, 3)(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def normalised(family, changes):
+    config = getattr(transformers, f"{family}Config")(**NORMALISED | changes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -1,5 +1,6 @@
 """DecoderLM: a Transformers model's logits from its weights, with every cache, padding and position encoding."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -24,6 +25,7 @@ from course_lib.kv_cache.dynamic import GrowingLayer
 from course_lib.memory import count_parameters, kv_cache_bytes
 from course_lib.models import load
 from course_lib.models.decoder import POSITIONS, DecoderConfig, DecoderLM
+from course_lib.quantization import quantize_model
 
 SMALL = {
     "vocab_size": 100,
@@ -88,7 +90,8 @@ def test_logits_are_those_of_transformers(pair):
     found = ours(tokens, attention_mask=mask).logits
     # Transformers normalises in float32 even here.
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours(tokens, logits_to_keep=2).logits, ours(tokens).logits[:, -2:])
+    for two in (2, np.int64(2), torch.tensor([15, 16])):
+        torch.testing.assert_close(ours(tokens, logits_to_keep=two).logits, ours(tokens).logits[:, -2:])
 
 
 @torch.no_grad()
@@ -268,6 +271,9 @@ def test_calls_that_do_not_fit_are_refused():
         model(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 3))
     with pytest.raises(ValueError, match="positions holds 64; this model has learned positions 0 to 63"):
         model(torch.ones(1, 65, dtype=torch.long))
+    for wrong in (-1, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"^logits_to_keep must be a whole number of at least 0, got {wrong!r}$"):
+            model(torch.ones(1, 4, dtype=torch.long), logits_to_keep=wrong)
 
 
 def test_a_model_of_another_kind_is_not_converted():
@@ -281,6 +287,14 @@ def test_a_model_of_another_kind_is_not_converted():
     relu = LlamaForCausalLM(LlamaConfig(**SMALL, hidden_act="relu"))
     with pytest.raises(ValueError, match="model has hidden_act 'relu'; 'silu' is needed"):
         DecoderLM.from_transformers(relu)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_a_quantised_model_is_not_converted(scheme):
+    model = quantize_model(LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 64})), scheme)
+    said = r"^model has other weights than its configuration says, layers\.0\.\S+ among them; one that is not quantised .*$"
+    with pytest.raises(ValueError, match=said):
+        DecoderLM.from_transformers(model)
 
 
 @pytest.mark.parametrize("position", ["rope", "alibi", "learned"])

@@ -307,6 +307,11 @@ def test_tables_say_all_and_join_layers_that_are_alike():
         ({"new_tokens": 0}, ValueError, "new_tokens must be"),
         ({"prompt": ""}, ValueError, "prompt has 0 tokens and the cache holds 0"),
         ({"cache": "dynamic"}, TypeError, "cache is of type str"),
+        (
+            {"cache": DynamicCache(make(num_hidden_layers=1).config)},
+            ValueError,
+            "^cache has 1 layers; the model's 2 are needed$",
+        ),
         ({"model": torch.nn.Linear(2, 2)}, TypeError, "model is of type Linear"),
     ],
 )
