@@ -73,7 +73,10 @@ def test_old_pythons_can_read_the_script_far_enough_to_say_so():
 
 def test_missing_network_is_one_line_and_leaves_no_stamp(tmp_path):
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
-    done = run_environment(str(tmp_path / "v"), "all", PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="", **offline)
+    room = "import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)"
+    done = run_environment(
+        str(tmp_path / "v"), "all", prelude=room, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="", **offline
+    )
     assert_one_line(done, "no network")
     assert not (tmp_path / "v" / "course.stamp").exists()
 
