@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -202,12 +203,16 @@ def _choose(chapters: Sequence[str] | None) -> dict[str, Path]:
 
 
 def _prepared(notebook: Path, before_tests: str) -> str:
-    """Return a notebook's text with web links in place of those into the course's folders, and code before all tests."""
+    """Return a notebook's text for Jupyter alone, and code before all tests.
+
+    Links into the course's folders lead to the web, and names of the library that the book links are plain.
+    """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     notebooks = f"{publishing.address(ROOT)}/blob/main/notebooks/"
     for cell in content["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = "".join(cell["source"]).replace("](../", f"]({notebooks}")
+            text = re.sub(r"\{course-source\}(?=`)", "", "".join(cell["source"]))
+            cell["source"] = text.replace("](../", f"]({notebooks}")
         elif cell["metadata"].get("nbgrader", {}).get("grade"):
             cell["source"] = before_tests + "".join(cell["source"])
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from course_lib.generation.loop import end_tokens
 from course_lib.generation.sampling import check_sampling, choose_tokens, seeded
-from course_lib.generation.text import TextStream, check_stop
+from course_lib.generation.text import TextStream, check_on_token, check_stop
 from course_lib.kv_cache.packed import PackedCache, Row
-from course_lib.memory.units import shown, whole
+from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
 
 
@@ -271,8 +271,7 @@ class ContinuousBatcher:
         check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         if check_stop(stop) and tokenizer is None:
             raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
-        if on_token is not None and not callable(on_token):
-            raise TypeError(f"on_token is {shown(on_token)}; a function of a token is needed")
+        check_on_token(on_token)
         self._check_room(len(prompt), max_new_tokens)
         options = _Options(
             {

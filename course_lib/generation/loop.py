@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from course_lib import kv_cache
 from course_lib.generation.sampling import check_sampling, choose_tokens, seeded
-from course_lib.generation.text import TextStream, check_stop
+from course_lib.generation.text import TextStream, check_on_token, check_stop
 from course_lib.memory.meta import cache_argument
 from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
@@ -115,6 +115,8 @@ def generate(
 
     Raises
     ------
+    TypeError
+        If `on_token` is no function.
     ValueError
         If an argument is out of range, or shapes do not fit.
 
@@ -130,6 +132,7 @@ def generate(
     if check_stop(stop) and tokenizer is None:
         raise ValueError(f"tokenizer is None; stop {stop!r} needs one to decode the text")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop or ()) for _ in range(batch)]
+    check_on_token(on_token)
     generator = seeded(seed, input_ids.device)
     mask = _whole_mask(attention_mask, max_new_tokens)
     kept = make_cache(cache, model, length + max_new_tokens)

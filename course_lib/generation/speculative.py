@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 from course_lib.generation.drafts import PromptLookup, Runner, make_drafter
 from course_lib.generation.loop import check_prompts, end_tokens, make_cache, now
 from course_lib.generation.sampling import check_sampling, seeded, token_chances
+from course_lib.generation.text import check_on_token
 from course_lib.kv_cache import PrefixCache, SlidingWindowCache
 from course_lib.memory.units import whole
 from course_lib.models.decoder import DecoderLM
@@ -237,6 +238,7 @@ def speculative_generate(
             f"cache is {cache if isinstance(cache, str | None) else type(cache).__name__!r}; one that shows each of several tokens what "
             "it would show it alone is needed"
         )
+    check_on_token(on_token)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if temperature else None
     generator = seeded(seed, input_ids.device)
     drafter = make_drafter(draft, target, sampling, generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from course_lib.memory.units import shown
@@ -102,3 +102,15 @@ def check_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if not all(isinstance(one, str) and one for one in found):
         raise ValueError(f"stop is {stop!r}; a text or several, none of them empty, is needed")
     return found
+
+
+def check_on_token(on_token: Callable[[Any], object] | None) -> None:
+    """Refuse what cannot be called with new tokens.
+
+    Raises
+    ------
+    TypeError
+        If `on_token` is neither None nor callable.
+    """
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token is {shown(on_token)}; a function of a token is needed")

@@ -171,6 +171,8 @@ def _base(url: str) -> str:
         raise ValueError(
             f"url is {shown(url)}; the address of a server, as http://localhost:8000, with or without a path, is needed"
         )
+    if "@" in parts.netloc:  # a password, which an error does not show and nobody would send
+        raise ValueError(f"url holds a name or password before the @; put a key into the environment variable {KEY}")
     whole_url = url.rstrip("/")
     return whole_url if whole_url.endswith("/v1") else f"{whole_url}/v1"
 
@@ -217,7 +219,8 @@ def _response(url: str, body: dict[str, Any] | None, timeout: float) -> Iterator
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
     if key := _key():
         headers["Authorization"] = f"Bearer {key}"
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    # Given no port, http.client takes the end of an address such as ::1 for one.
+    connection = kind(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), timeout=timeout)
     try:
         connection.request(
             "GET" if body is None else "POST", parts.path, None if body is None else json.dumps(body), headers

@@ -84,9 +84,9 @@ def mha_to_gqa(model: Model, num_kv_heads: int, *, init: str = "mean", seed: int
             if weights > head_dim:
                 raise TypeError(f"{name} has {weights} weights; {head_dim}, which all key heads share, are needed")
 
+    generator = torch.Generator().manual_seed(whole(seed, "seed", least=-(2**63), most=2**64 - 1))
     converted = copy.deepcopy(model)
     forget_plans(converted)
-    generator = torch.Generator().manual_seed(seed)
     module: Any
     for module in converted.modules():
         for name in ("k_proj", "v_proj"):

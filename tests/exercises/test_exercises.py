@@ -188,6 +188,7 @@ def test_the_students_version_has_neither_solutions_nor_hidden_tests(released: P
         assert len(secret) >= 3
         assert not secret & shown
     assert "](../" not in text
+    assert not re.search(r"\{[a-z:-]+\}`", text), "a role that only the book can read"
 
 
 def test_release_leaves_a_students_work_alone(released: Path) -> None:

@@ -324,6 +324,11 @@ def test_calls_that_cannot_be_are_refused(model, options, message):
         generate(model, **{"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 1} | options)
 
 
+def test_what_cannot_hear_tokens_is_refused(model):
+    with pytest.raises(TypeError, match=r"^on_token is 0; a function of a token is needed"):
+        generate(model, torch.ones(1, 3).long(), max_new_tokens=1, on_token=0)
+
+
 def test_a_cache_that_holds_everything_is_refused(model):
     ids = prompts(batch=1)
     first = generate(model, ids, max_new_tokens=3)

@@ -324,6 +324,7 @@ def test_expected_tokens_are_the_mean_of_how_far_a_draft_comes(acceptance, count
         ({"draft_tokens": "Adaptive"}, ValueError, "draft_tokens, where it is not 'adaptive', .* got 'Adaptive'"),
         ({"seed": 1.5}, ValueError, "seed must be a whole number"),
         ({"eos_token_id": 2.5}, ValueError, "eos_token_id must be a whole number"),
+        ({"on_token": []}, TypeError, r"on_token is \[\]; a function of a token is needed"),
         ({"draft": "prompt"}, TypeError, "draft is of type str; a language model or a PromptLookup is needed"),
         ({"cache": "sliding_window"}, ValueError, "cache is 'sliding_window'; one that shows each"),
         ({"cache": None}, ValueError, "cache is None; one that shows each"),

@@ -1,5 +1,6 @@
 """What a server answers, how fast, and every way in which it may not: a stub that speaks OpenAI's protocol stands in for it."""
 
+import http.client
 import json
 import re
 import socket
@@ -289,6 +290,7 @@ def test_what_speaks_no_http_is_said():
                 "http://]:1",
             )
         ),
+        ({"url": "http://me:secret@localhost:1"}, "^url holds a name or password before the @; put a key into"),
         ({"prompts": []}, "prompts holds an empty text, or none at all"),
         ({"prompts": ["a", ""]}, "prompts holds an empty text"),
         ({"prompts": "hello"}, "prompts is the text 'hello'; a sequence of texts"),
@@ -300,6 +302,21 @@ def test_what_speaks_no_http_is_said():
 def test_arguments_out_of_range_are_refused_before_anything_is_sent(change, message):
     with pytest.raises(ValueError, match=message):
         ask(**{"url": "http://localhost:1", "model": MODEL, "prompts": ["a"]} | change)
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_an_address_of_colons_without_a_port_is_asked_at_the_usual_one(monkeypatch, scheme, port):
+    asked = []
+
+    def connect(connection):
+        asked.append((connection.host, connection.port))
+        raise ConnectionRefusedError("nobody there")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
+    with pytest.raises(EndpointError, match="cannot be reached"):
+        ask(f"{scheme}://[::1]", MODEL, ["a"])
+    assert asked == [("::1", port)]
 
 
 def test_our_own_answers_are_those_of_generate():

@@ -200,8 +200,15 @@ class Call:
         blind = exact[1] == -torch.inf
         assert torch.equal(lse == -torch.inf, blind)
         assert not output[blind].any()
-        # Where the formula happens to be exact, some roundings of float32 are left, or that of the result.
+        # Where the formula happens to be exact, some roundings of float32 are left, or that of the result. And a score is a sum
+        # that can be much smaller than its terms, which are added in one order or another.
+        longest = [
+            max((x.double().norm(dim=-1).max().item() for x in part if x.numel()), default=0.0)
+            for part in (q, exact_kv[0])
+        ]
+        scale = abs(q.shape[-1] ** -0.5 if rules.get("scale") is None else rules["scale"])
         rounding = torch.finfo(self.dtype).eps * (4 if self.dtype == torch.float32 else 1)
+        rounding += torch.finfo(torch.float32).eps / 2 * scale * longest[0] * longest[1]
         for found, truth, other in zip((output, lse), exact, usual, strict=True):
             truth = truth.masked_fill(truth == -torch.inf, 0.0)
             other, found = (x.masked_fill(x == -torch.inf, 0.0).double() for x in (other, found))

@@ -171,6 +171,7 @@ def test_precision_mode_and_gradients_are_kept():
         ({"num_kv_heads": 24}, r"^num_kv_heads is 24; the model has 12"),
         ({"num_kv_heads": 0}, r"^num_kv_heads "),
         ({"num_kv_heads": 2, "init": "median"}, r"^init is 'median'; accepted are mean, first, random$"),
+        ({"num_kv_heads": 2, "seed": "a"}, r"^seed must be a whole number .*, got 'a'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(changes, message):
