@@ -31,10 +31,11 @@ class Outcome(NamedTuple):
     method: str = ""
 
 
-def _past_every_window(config: Any) -> int:
+def _lengths(config: Any) -> tuple[int, ...]:
+    """A number of tokens past every window, and where there is one, a number within."""
     text = config.get_text_config(decoder=True)
-    widths = [getattr(text, name, None) for name in _WINDOWS]
-    return max([width for width in widths if isinstance(width, int)], default=0) + 30
+    widths = [width for name in _WINDOWS if isinstance(width := getattr(text, name, None), int)]
+    return (7, max(widths) + 30) if widths else (30,)
 
 
 def _compare(model: Model, truth: Any) -> str:
@@ -72,7 +73,7 @@ def _default_outcome(model_type: str, real_class: Any) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             config = CONFIG_MAPPING[model_type]()
-            truth = real_class(config, (7, _past_every_window(config)))
+            truth = real_class(config, _lengths(config))
             if not any(truth.cache_bytes.values()):
                 return Outcome("the class keeps nothing in a layered cache")
         except Exception as error:
