@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from course_lib.memory.units import shown, whole
+from course_lib.memory.units import seed_number, shown, whole
 
 #: Options nearer to 0, or to infinity, are taken for this one, which draws the same: float32 could not hold what they make of logits.
 EXTREME = 1e20
@@ -56,7 +56,7 @@ def seeded(seed: int | None, device: torch.device) -> torch.Generator | None:
     """
     if seed is None:
         return None
-    return torch.Generator(device=device).manual_seed(whole(seed, "seed", least=-(2**63), most=2**64 - 1))
+    return torch.Generator(device=device).manual_seed(seed_number(seed))
 
 
 def choose_tokens(

@@ -160,6 +160,8 @@ def _key() -> str:
 
 def _base(url: str) -> str:
     """Return the address below which ``/completions`` stands."""
+    if isinstance(url, str) and re.match(r"[^/]*//[^/]*@", url):  # first, for the other error shows the address
+        raise ValueError(f"url holds a name or password before the @; put a key into the environment variable {KEY}")
     try:
         # No white space, which urlsplit removes in part, and nothing behind the path, to which more is added.
         parts = urlsplit(url if isinstance(url, str) and not re.search(r"[\s\x00-\x1f\x7f?#]", url) else "")
@@ -171,8 +173,6 @@ def _base(url: str) -> str:
         raise ValueError(
             f"url is {shown(url)}; the address of a server, as http://localhost:8000, with or without a path, is needed"
         )
-    if "@" in parts.netloc:  # a password, which an error does not show and nobody would send
-        raise ValueError(f"url holds a name or password before the @; put a key into the environment variable {KEY}")
     whole_url = url.rstrip("/")
     return whole_url if whole_url.endswith("/v1") else f"{whole_url}/v1"
 

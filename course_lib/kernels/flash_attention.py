@@ -218,7 +218,7 @@ def flash_attention(
     -----
     The algorithm is that of Dao, "FlashAttention-2", 2023; chapter 05 derives it. Products of float32 matrices are in float32
     where ``torch.get_float32_matmul_precision()`` is ``"highest"``, else in TF32. Results are the same in every run. Going back,
-    scores are computed again, so that a rounding of a score is a relative error of its weight: half a percent at a score of 1e5.
+    scores are computed again, so that a rounding of a score becomes a relative error of its weight, which counts where scores are huge.
     """
     rules = _Rules(causal, scale, sliding_window, softcap, q.shape[2], k.shape[2])
     return _attention(_Tensors(q, k, v, attention_mask, alibi_slopes), rules)

@@ -80,6 +80,11 @@ def whole(value: Any, argument: str, *, least: int = 0, most: int | None = MOST)
     return number
 
 
+def seed_number(seed: Any) -> int:
+    """Return `seed` as an int that PyTorch's generators take, or raise a ValueError."""
+    return whole(seed, "seed", least=-(2**63), most=2**64 - 1)
+
+
 def shown(value: Any) -> str:
     """Return `value` as an error names it: in one line, and short, however long the value is."""
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from course_lib.memory.units import whole
+from course_lib.memory.units import seed_number, whole
 from course_lib.models.decoder import DecoderLM
 from course_lib.models.layout import forget_plans
 
@@ -84,7 +84,7 @@ def mha_to_gqa(model: Model, num_kv_heads: int, *, init: str = "mean", seed: int
             if weights > head_dim:
                 raise TypeError(f"{name} has {weights} weights; {head_dim}, which all key heads share, are needed")
 
-    generator = torch.Generator().manual_seed(whole(seed, "seed", least=-(2**63), most=2**64 - 1))
+    generator = torch.Generator().manual_seed(seed_number(seed))
     converted = copy.deepcopy(model)
     forget_plans(converted)
     module: Any

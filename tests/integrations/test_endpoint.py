@@ -290,7 +290,13 @@ def test_what_speaks_no_http_is_said():
                 "http://]:1",
             )
         ),
-        ({"url": "http://me:secret@localhost:1"}, "^url holds a name or password before the @; put a key into"),
+        *(
+            (
+                {"url": f"{scheme}://me:secret@localhost:1{port}"},
+                "^url holds a name or password before the @; put a key",
+            )
+            for scheme, port in (("http", ""), ("ftp", ""), ("https", "x"))
+        ),
         ({"prompts": []}, "prompts holds an empty text, or none at all"),
         ({"prompts": ["a", ""]}, "prompts holds an empty text"),
         ({"prompts": "hello"}, "prompts is the text 'hello'; a sequence of texts"),
@@ -300,8 +306,9 @@ def test_what_speaks_no_http_is_said():
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_sent(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         ask(**{"url": "http://localhost:1", "model": MODEL, "prompts": ["a"]} | change)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
